@@ -1,0 +1,128 @@
+"""What an engine tells: a closed union of frozen Structs.
+
+For each answer of an accepted request there are zero or more ``Progress`` and ``TokenOut`` events
+and then exactly one terminal event, ``Finished`` or ``Failed``.
+"""
+
+from typing import Literal
+
+from msgspec import Struct
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class TokenLogprob(Struct, frozen=True, array_like=True):
+    """A token and its log-probability."""
+
+    token: int
+    logprob: float
+
+
+class Usage(Struct, frozen=True, kw_only=True):
+    """Token counts of one answer.
+
+    Attributes:
+        prompt_tokens: Tokens of the prompt.
+        completion_tokens: Tokens generated, the one that ended the answer included.
+        cached_tokens: Prompt tokens whose prefill was really skipped.
+        preemptions: How often the answer was put back into the queue.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    preemptions: int = 0
+
+
+class Timings(Struct, frozen=True, kw_only=True):
+    """Where the time went, in seconds.
+
+    Attributes:
+        queue: From acceptance to admission.
+        prefill: From admission to the first token.
+        first_token: From acceptance to the first token.
+        decode: From the first token to the end.
+        total: From acceptance to the end.
+    """
+
+    queue: float
+    prefill: float
+    first_token: float
+    decode: float
+    total: float
+
+
+class Progress(Struct, frozen=True, kw_only=True, tag="progress"):
+    """A long prompt advanced: ``prefilled`` of ``total`` tokens are in the KV cache."""
+
+    request_id: str
+    index: int
+    prefilled: int
+    total: int
+
+
+class TokenOut(Struct, frozen=True, kw_only=True, tag="token"):
+    """One generated token.
+
+    Attributes:
+        request_id: The request.
+        index: Which of its ``n`` answers.
+        token: The token id.
+        text: Text that became certain with it; may be empty (part of a character, or held back
+            because a stop string may be beginning).
+        logprob: Log-probability of the token, for requests that ask.
+        top_logprobs: Most likely tokens first, for requests that ask.
+    """
+
+    request_id: str
+    index: int
+    token: int
+    text: str
+    logprob: float | None = None
+    top_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class Finished(Struct, frozen=True, kw_only=True, tag="finished"):
+    """The answer ended.
+
+    Attributes:
+        request_id: The request.
+        index: Which of its ``n`` answers.
+        reason: ``stop`` (end token or stop string), ``length`` or ``abort``.
+        text: Text that was held back until now, to be appended.
+        stop: The stop string or token id that ended it, when the request named one.
+        usage: Token counts.
+        timings: Where the time went.
+    """
+
+    request_id: str
+    index: int
+    reason: FinishReason
+    text: str
+    stop: str | int | None
+    usage: Usage
+    timings: Timings
+
+
+class Failed(Struct, frozen=True, kw_only=True, tag="failed"):
+    """The answer ended with an error.
+
+    Attributes:
+        request_id: The request.
+        index: Which of its ``n`` answers.
+        code: The error's code, as in :mod:`treadle_core.errors`.
+        message: The sentence for people.
+        usage: Token counts up to the failure.
+        timings: Where the time went.
+    """
+
+    request_id: str
+    index: int
+    code: str
+    message: str
+    usage: Usage
+    timings: Timings
+
+
+Event = Progress | TokenOut | Finished | Failed
+Terminal = Finished | Failed

@@ -1,0 +1,136 @@
+"""What each layer of a model keeps between tokens, as data: asked once, at load."""
+
+from msgspec import Struct
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "uint32": 4, "uint8": 1}
+
+
+class FullAttention(Struct, frozen=True, tag="full"):
+    """Keys and values of every token: plain attention, and MLA (one head, unequal dims).
+
+    A row holds ``[heads, length, key_dim]`` and ``[heads, length, value_dim]``.
+    """
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: str
+
+    @property
+    def latent(self) -> bool:
+        """Whether the layer stores a compressed latent (MLA) in place of keys and values."""
+        return self.heads == 1 and self.key_dim != self.value_dim
+
+
+class Window(Struct, frozen=True, tag="window"):
+    """Keys and values of the newest tokens, and of the first ``keep``.
+
+    A query at position q sees the positions p with ``p > q - (size - keep)`` or ``p < keep``.
+    """
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: str
+    size: int
+    keep: int = 0
+
+
+class Recurrent(Struct, frozen=True, tag="recurrent"):
+    """State arrays of fixed size per row; ``shapes`` leave out the row axis."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+
+
+class Composite(Struct, frozen=True, tag="composite"):
+    """A layer with several caches."""
+
+    parts: tuple["LayerSpec", ...]
+
+
+class Opaque(Struct, frozen=True, tag="opaque"):
+    """A layer whose cache only the model itself understands; it runs one row at a time."""
+
+    bytes_per_token: int
+
+
+LayerSpec = FullAttention | Window | Recurrent | Composite | Opaque
+
+
+class ModelSpec(Struct, frozen=True, kw_only=True):
+    """What an engine must know of a model.
+
+    Attributes:
+        layers: One spec per cache of the model, in its order.
+        vocab_size: Number of logits.
+        context_length: Most tokens of prompt and answer together.
+        batched: Whether rows share a forward; otherwise they run one at a time.
+        note: Why not, in one sentence, when ``batched`` is false.
+        model_type: The architecture's name.
+    """
+
+    layers: tuple[LayerSpec, ...]
+    vocab_size: int
+    context_length: int
+    batched: bool = True
+    note: str = ""
+    model_type: str = ""
+
+
+def bound(spec: LayerSpec, max_kv_size: int, keep: int) -> LayerSpec:
+    """``spec`` with at most ``max_kv_size`` tokens per row, the first ``keep`` among them."""
+    match spec:
+        case FullAttention(heads, key_dim, value_dim, dtype):
+            return Window(heads, key_dim, value_dim, dtype, max_kv_size, keep)
+        case Composite(parts):
+            return Composite(tuple(bound(part, max_kv_size, keep) for part in parts))
+        case Window() | Recurrent() | Opaque():
+            return spec
+
+
+def layer_bytes(spec: LayerSpec, rows: int, capacity: int, slack: int) -> int:
+    """Bytes that ``rows`` rows of ``capacity`` tokens take in one layer.
+
+    Args:
+        spec: The layer.
+        rows: Allocated rows.
+        capacity: Allocated tokens per row.
+        slack: Tokens that a ring holds beyond its window.
+    """
+    match spec:
+        case FullAttention(heads, key_dim, value_dim, dtype):
+            return rows * capacity * heads * (key_dim + value_dim) * DTYPE_BYTES[dtype]
+        case Window(heads, key_dim, value_dim, dtype):
+            columns = min(capacity, ring_size(spec, slack))
+            return rows * columns * heads * (key_dim + value_dim) * DTYPE_BYTES[dtype]
+        case Recurrent(shapes, dtypes):
+            sizes = (_product(s) * DTYPE_BYTES[d] for s, d in zip(shapes, dtypes, strict=True))
+            return rows * sum(sizes)
+        case Composite(parts):
+            return sum(layer_bytes(part, rows, capacity, slack) for part in parts)
+        case Opaque(bytes_per_token):
+            return rows * capacity * bytes_per_token
+
+
+def ring_size(spec: Window, slack: int) -> int:
+    """Columns of a full ring: the window, and ``slack`` tokens that may still be taken back."""
+    return spec.size + slack
+
+
+def grows(spec: LayerSpec) -> bool:
+    """Whether the layer's state grows with the number of tokens."""
+    match spec:
+        case Composite(parts):
+            return any(grows(part) for part in parts)
+        case Recurrent():
+            return False
+        case FullAttention() | Window() | Opaque():
+            return True
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    size = 1
+    for dimension in shape:
+        size *= dimension
+    return size

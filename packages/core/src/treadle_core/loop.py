@@ -1,0 +1,335 @@
+"""The engine behind an event loop: one owner thread makes every model call, anyio carries events."""
+
+import math
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from types import TracebackType
+from typing import Generic, NamedTuple, Self, TypeVar
+
+import anyio
+from anyio.from_thread import BlockingPortal
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from treadle_core.engine import Engine, EngineStats
+from treadle_core.errors import DuplicateRequest, EngineClosed, describe
+from treadle_core.events import Event, Failed, Finished, Timings, Usage
+from treadle_core.request import Request
+
+T = TypeVar("T")
+
+STARTING = "the engine is starting"
+NO_USAGE = Usage(prompt_tokens=0, completion_tokens=0)
+NO_TIMINGS = Timings(queue=0.0, prefill=0.0, first_token=0.0, decode=0.0, total=0.0)
+
+
+class Command(NamedTuple):
+    """Something for the owner thread, and what to do if that has ended."""
+
+    run: Callable[[Engine], object]
+    otherwise: Callable[[str], None]
+
+
+class Subscription:
+    """Where a request's events go, and how many answers have not ended."""
+
+    def __init__(self, request: Request) -> None:
+        self.open = set(range(request.n))
+        streams = anyio.create_memory_object_stream[Event](math.inf)
+        self.send: MemoryObjectSendStream[Event] = streams[0]
+        self.receive: MemoryObjectReceiveStream[Event] = streams[1]
+
+    def deliver(self, event: Event) -> bool:
+        """Pass an event on; returns whether it was the last one."""
+        self.send.send_nowait(event)
+        if isinstance(event, Finished | Failed):
+            self.open.discard(event.index)
+        return not self.open
+
+
+class AsyncEngine:
+    """An :class:`Engine` on a thread of its own.
+
+    The factory, every step and every array live on that thread; this side exchanges plain data
+    with it. Use it as an async context manager: entering waits until the factory returned (and
+    raises what it raised), leaving aborts what is unfinished and frees the model.
+
+    Args:
+        factory: Makes the engine, model included, on the owner thread.
+    """
+
+    def __init__(self, factory: Callable[[], Engine]) -> None:
+        self._factory = factory
+        self._subscriptions: dict[str, Subscription] = {}
+        self._inbox: deque[Command] = deque()
+        self._outbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._draining = False
+        self._closing = False
+        self._dead: str | None = "the engine was not started"
+        self._stats: EngineStats | None = None
+        self._thread: threading.Thread | None = None
+        self._portal: BlockingPortal | None = None
+        self._stack = AsyncExitStack()
+        self._engine: Engine | None = None
+
+    async def __aenter__(self) -> Self:
+        """Start the owner thread and wait for the model."""
+        self._portal = await self._stack.enter_async_context(BlockingPortal())
+        started: Outcome[None] = Outcome()
+        self._thread = threading.Thread(
+            target=self._own, args=(started,), name="treadle-engine", daemon=True
+        )
+        self._thread.start()
+        try:
+            await started.wait()
+        except BaseException:
+            await self._stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Abort what is unfinished and free the model."""
+        await self._stop()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the owner thread runs."""
+        return self._dead is None
+
+    @property
+    def death(self) -> str | None:
+        """Why the owner thread does not run; None while it does."""
+        return self._dead
+
+    @property
+    def stats(self) -> EngineStats | None:
+        """Figures as of the last step; never waits."""
+        return self._stats
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, for its plain properties; its methods belong to the owner thread.
+
+        Raises:
+            EngineClosed: It was not started or has ended.
+        """
+        if self._engine is None:
+            raise EngineClosed(self._dead or "the engine is closed")
+        return self._engine
+
+    @asynccontextmanager
+    async def open(self, request: Request) -> AsyncIterator[AsyncIterator[Event]]:
+        """Submit a request; the body iterates over its events, terminal ones included.
+
+        Leaving the body early, by an exception or a cancellation too, aborts the request.
+
+        Raises:
+            TreadleError: The request was not accepted (see :meth:`Engine.add`).
+        """
+        if request.id in self._subscriptions:
+            raise DuplicateRequest(request.id)
+        subscription = Subscription(request)
+        self._subscriptions[request.id] = subscription
+        try:
+            await self.call(lambda engine: engine.add(request))
+            with subscription.receive:
+                yield subscription.receive
+        finally:
+            if self._subscriptions.get(request.id) is subscription:
+                del self._subscriptions[request.id]
+                self._post(lambda engine: engine.abort(request.id))
+            subscription.send.close()
+            subscription.receive.close()
+
+    async def generate(self, request: Request) -> list[Event]:
+        """All events of a request; cancelling the call aborts it."""
+        async with self.open(request) as events:
+            return [event async for event in events]
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request in whatever state; its stream gets its terminal events.
+
+        Returns:
+            Whether it was unfinished.
+        """
+        return await self.call(lambda engine: engine.abort(request_id))
+
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        """Run ``function`` on the owner thread between two steps and return its result.
+
+        Raises:
+            EngineClosed: The owner thread has ended.
+        """
+        if self._dead is not None:
+            raise EngineClosed(self._dead)
+        outcome: Outcome[T] = Outcome()
+
+        def run(engine: Engine) -> None:
+            settle = outcome.attempt(lambda: function(engine))
+            self._emit(settle)
+
+        self._post(run, lambda reason: outcome.fail(EngineClosed(reason)))
+        return await outcome.wait()
+
+    def _post(
+        self,
+        run: Callable[[Engine], object],
+        otherwise: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Have the owner thread ``run`` something; ``otherwise`` is told why it never will."""
+        with self._wake:
+            if self._dead is None:
+                self._inbox.append(Command(run, otherwise))
+                self._wake.notify()
+                return
+            reason = self._dead
+        otherwise(reason)
+
+    def _emit(self, item: Callable[[], None]) -> None:
+        """Have ``item`` called on the event loop, in order, at its next opportunity."""
+        self._outbox.append(item)
+        with self._wake:
+            if self._draining:
+                return
+            self._draining = True
+        assert self._portal is not None
+        self._portal.start_task_soon(self._drain)
+
+    async def _drain(self) -> None:
+        with self._wake:
+            self._draining = False
+        while self._outbox:
+            self._outbox.popleft()()
+
+    def _deliver(self, events: Iterable[Event]) -> None:
+        for event in events:
+            subscription = self._subscriptions.get(event.request_id)
+            if subscription is not None and subscription.deliver(event):
+                del self._subscriptions[event.request_id]
+                subscription.send.close()
+
+    def _own(self, started: "Outcome[None]") -> None:
+        """The owner thread."""
+        try:
+            engine = self._factory()
+        except Exception as error:  # noqa: BLE001 — raised again where the engine is entered
+            failure = error
+            self._dead = f"the engine did not start: {describe(error)}"
+            self._emit(lambda: started.fail(failure))
+            return
+        self._engine = engine
+        self._stats = engine.stats()
+        self._dead = None
+        self._emit(lambda: started.succeed(None))
+        reason = "the engine is closed"
+        try:
+            while self._serve(engine):
+                pass
+        except Exception as error:  # noqa: BLE001 — the last resort: nobody may wait for ever
+            reason = f"the engine stopped: {describe(error)}"
+        finally:
+            self._engine = None
+            self._end(engine, reason)
+
+    def _serve(self, engine: Engine) -> bool:
+        """Run commands, then one step. Returns whether to go on."""
+        with self._wake:
+            while not (self._inbox or self._closing or engine.has_work):
+                self._wake.wait()
+            commands = list(self._inbox)
+            self._inbox.clear()
+        for command in commands:
+            command.run(engine)
+        if self._closing:
+            return False
+        if engine.has_work:
+            events = engine.step()
+            if events:
+                self._emit(lambda: self._deliver(events))
+        self._stats = engine.stats()
+        return True
+
+    def _end(self, engine: Engine, reason: str) -> None:
+        """Close the engine and tell everybody who waits."""
+        with self._wake:
+            self._dead = reason
+            orphans = list(self._inbox)
+            self._inbox.clear()
+        try:
+            last = engine.close()
+        except Exception as error:  # noqa: BLE001 — closing must reach the waiting callers
+            reason = f"{reason}; closing it failed: {describe(error)}"
+            last = []
+        self._emit(lambda: self._deliver(last))
+        for command in orphans:
+            self._emit(lambda command=command: command.otherwise(reason))
+        self._emit(lambda: self._bury(reason))
+
+    def _bury(self, reason: str) -> None:
+        """A terminal event for every answer that the engine could not end itself."""
+        for request_id, subscription in list(self._subscriptions.items()):
+            for index in sorted(subscription.open):
+                failed = Failed(
+                    request_id=request_id,
+                    index=index,
+                    code=EngineClosed.code,
+                    message=reason,
+                    usage=NO_USAGE,
+                    timings=NO_TIMINGS,
+                )
+                self._deliver([failed])
+
+    async def _stop(self) -> None:
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        with anyio.CancelScope(shield=True):
+            if self._thread is not None:
+                await anyio.to_thread.run_sync(self._thread.join)
+            await self._stack.aclose()
+
+
+class Outcome(Generic[T]):
+    """A result that another thread provides once; settled and awaited on the event loop."""
+
+    def __init__(self) -> None:
+        self._event = anyio.Event()
+        self._value: list[T] = []
+        self._error: Exception | None = None
+
+    def succeed(self, value: T) -> None:
+        """Provide the result."""
+        self._value.append(value)
+        self._event.set()
+
+    def fail(self, error: Exception) -> None:
+        """Provide an exception instead."""
+        self._error = error
+        self._event.set()
+
+    def attempt(self, function: Callable[[], T]) -> Callable[[], None]:
+        """Call ``function`` here; return what settles this outcome on the event loop."""
+        try:
+            value = function()
+        except Exception as error:  # noqa: BLE001 — raised again where the outcome is awaited
+            failure = error
+            return lambda: self.fail(failure)
+        return lambda: self.succeed(value)
+
+    async def wait(self) -> T:
+        """The result.
+
+        Raises:
+            Exception: What was provided instead.
+        """
+        await self._event.wait()
+        if self._error is not None:
+            raise self._error
+        return self._value[0]

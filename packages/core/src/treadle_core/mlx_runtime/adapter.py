@@ -1,0 +1,127 @@
+"""A text model of mlx-lm behind the few calls that the runtime makes, and what it is, as data."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+
+from treadle_core.errors import describe
+from treadle_core.layers import (
+    Composite,
+    FullAttention,
+    LayerSpec,
+    ModelSpec,
+    Opaque,
+    Recurrent,
+    Window,
+)
+
+DEFAULT_CONTEXT = 8192
+CONTEXT_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_seq_len",
+    "max_sequence_length",
+    "seq_length",
+    "model_max_length",
+)
+PROBE_TOKENS = 3
+
+
+class TextModel:
+    """One loaded model.
+
+    Args:
+        model: An mlx-lm model (or anything called as ``model(tokens, cache=caches)``).
+        make_cache: Makes its own caches for one row; mlx-lm's by default.
+    """
+
+    def __init__(
+        self, model: nn.Module, make_cache: Callable[[nn.Module], list[Any]] = make_prompt_cache
+    ) -> None:
+        self.model = model
+        self._make_cache = make_cache
+
+    def forward(self, tokens: mx.array, caches: list[Any]) -> mx.array:
+        """Logits ``[B, N, vocab]`` of ``tokens [B, N]``, lazily; the caches advance."""
+        return self.model(tokens, cache=caches)
+
+    def new_cache(self) -> list[Any]:
+        """The model's own caches for one row."""
+        return self._make_cache(self.model)
+
+
+def context_length(config: dict[str, Any]) -> int:
+    """The longest sequence that a checkpoint's config names, text part included."""
+    text: Any = config.get("text_config")
+    for source in (config, text if isinstance(text, dict) else {}):
+        for key in CONTEXT_KEYS:
+            value: Any = source.get(key)
+            if isinstance(value, int) and value > 0:
+                return value
+    return DEFAULT_CONTEXT
+
+
+def inspect(model: TextModel, config: dict[str, Any]) -> ModelSpec:
+    """What each layer keeps, found by running a few tokens through the model's own caches."""
+    caches = model.new_cache()
+    logits = model.forward(mx.array([list(range(1, PROBE_TOKENS + 1))]), caches)
+    mx.eval(logits, [cache.state for cache in caches])
+    layers = tuple(describe_cache(cache) for cache in caches)
+    opaque = sorted({type(c).__name__ for c, s in zip(caches, layers, strict=True) if is_opaque(s)})
+    return ModelSpec(
+        layers=layers,
+        vocab_size=logits.shape[-1],
+        context_length=context_length(config),
+        batched=not opaque,
+        note=f"layers with {', '.join(opaque)} run one row at a time" if opaque else "",
+        model_type=str(config.get("model_type", type(model.model).__module__.split(".")[-1])),
+    )
+
+
+def describe_cache(cache: Any) -> LayerSpec:
+    """The spec of one of the model's own caches after a few tokens.
+
+    Only the exact classes are known; whatever derives from them may behave differently.
+    """
+    kind: Any = type(cache)
+    if kind is KVCache and cache.keys is not None:
+        return FullAttention(*_attention(cache))
+    if kind is RotatingKVCache and cache.keys is not None:
+        return Window(*_attention(cache), cache.max_size, cache.keep)
+    if kind is ArraysCache and all(isinstance(a, mx.array) for a in cache.cache):
+        shapes = tuple(tuple(a.shape[1:]) for a in cache.cache)
+        return Recurrent(shapes, tuple(_dtype(a) for a in cache.cache))
+    if kind is CacheList:
+        parts = tuple(describe_cache(part) for part in cache.caches)
+        if not any(isinstance(part, Opaque | Composite) for part in parts):
+            return Composite(parts)
+    return Opaque(bytes_per_token=-(-int(cache.nbytes) // PROBE_TOKENS))
+
+
+def is_opaque(spec: LayerSpec) -> bool:
+    """Whether only the model understands the layer's cache."""
+    return isinstance(spec, Opaque)
+
+
+def _attention(cache: Any) -> tuple[int, int, int, str]:
+    heads, key_dim = cache.keys.shape[1], cache.keys.shape[3]
+    return heads, key_dim, cache.values.shape[3], _dtype(cache.keys)
+
+
+def _dtype(array: mx.array) -> str:
+    return str(array.dtype).removeprefix("mlx.core.")
+
+
+def why(error: Exception) -> str:
+    """A failed probe in one sentence."""
+    return f"rows run one at a time, because a batched forward failed ({describe(error)})"

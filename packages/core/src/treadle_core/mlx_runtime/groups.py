@@ -1,0 +1,241 @@
+"""The rows of one group and the forwards over them: batched in slots, or one row at a time."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from treadle_core.layers import LayerSpec, Composite
+from treadle_core.mlx_runtime.adapter import TextModel
+from treadle_core.mlx_runtime.masks import Positions
+from treadle_core.mlx_runtime.stores import CompositeView, Payload, Store, flatten, make_store
+from treadle_core.plan import Close, Open, Promote, Resize, Transfer
+
+
+class RowGroup(Protocol):
+    """Rows ``[decoding | prefilling]`` of one group."""
+
+    def resize(self, change: Resize) -> None:
+        """Change the allocation."""
+        ...
+
+    def open(self, change: Open) -> None:
+        """An empty row joins."""
+        ...
+
+    def promote(self, change: Promote) -> None:
+        """A prefilled row begins to decode."""
+        ...
+
+    def close(self, change: Close) -> None:
+        """A row leaves."""
+        ...
+
+    def take(self, row: int, length: int) -> Any:
+        """A row's state, for another group."""
+        ...
+
+    def insert(self, change: Transfer, state: Any) -> None:
+        """A row arrives from another group and goes on decoding."""
+        ...
+
+    def prefill(self, row: int, tokens: Sequence[int], start: int) -> mx.array:
+        """Write tokens at ``[start, ...)`` of a row, lazily.
+
+        Returns:
+            Logits ``[1, N, vocab]``; whoever does not evaluate them does not pay for them.
+        """
+        ...
+
+    def decode(self, tokens: mx.array, starts: Sequence[int]) -> mx.array:
+        """Feed ``tokens [n, N]`` to the decoding rows, at their own positions.
+
+        Returns:
+            Logits ``[n, N, vocab]``.
+        """
+        ...
+
+    def arrays(self) -> list[mx.array]:
+        """Everything that a prefill wrote, to be evaluated."""
+        ...
+
+
+class SlotGroup:
+    """Rows that share one buffer per layer and one forward.
+
+    Args:
+        model: The model.
+        layers: What each of its caches keeps.
+        slack: Tokens a ring holds beyond its window: one less than the widest forward.
+        width_step: Attention looks at the longest row rounded up to this. Fine where masked
+            columns cost as much as others, coarse where they are skipped.
+    """
+
+    def __init__(
+        self, model: TextModel, layers: Sequence[LayerSpec], *, slack: int, width_step: int
+    ) -> None:
+        self._model = model
+        self._layers = layers
+        self._width_step = width_step
+        self._stores: list[Store] = [
+            make_store(part, slack) for layer in layers for part in flatten(layer)
+        ]
+        self._capacity = 0
+        self._num_used = 0
+
+    def resize(self, change: Resize) -> None:
+        """Reallocate each layer's buffer; the used rows keep their contents."""
+        self._capacity = change.capacity
+        for store in self._stores:
+            store.resize(change.rows, change.capacity, self._num_used)
+
+    def open(self, change: Open) -> None:
+        """An empty row joins at the end."""
+        assert change.row == self._num_used, "rows are opened at the end"
+        self._num_used += 1
+        for store in self._stores:
+            store.open(change.row)
+
+    def promote(self, change: Promote) -> None:
+        """Make ``change.to`` the newest decoding row."""
+        empty: list[Payload] = [[] for _ in self._stores]
+        mine, other = empty, empty
+        if change.row != change.to:
+            pairs = [(change.row, change.row_length), (change.to, change.to_length)]
+            mine, other = self._read(pairs)
+        for store, ours, theirs in zip(self._stores, mine, other, strict=True):
+            store.promote(change.row, change.to, ours, theirs)
+
+    def close(self, change: Close) -> None:
+        """Free the row and fill its hole."""
+        read = self._read([(move.source, move.length) for move in change.moves])
+        for index, store in enumerate(self._stores):
+            if change.scrub:
+                store.scrub(change.row)
+            store.close(change.row, change.moves, [payload[index] for payload in read])
+        self._num_used -= 1
+
+    def take(self, row: int, length: int) -> list[Payload]:
+        """Copies of a row, per store."""
+        return self._read([(row, length)])[0]
+
+    def insert(self, change: Transfer, state: list[Payload]) -> None:
+        """A row arrives as the newest decoding row."""
+        read = self._read([(move.source, move.length) for move in change.moves])
+        for index, store in enumerate(self._stores):
+            for move, payload in zip(change.moves, read, strict=True):
+                store.relocate(move, payload[index])
+            store.insert(change.to, state[index])
+        self._num_used += 1
+
+    def prefill(self, row: int, tokens: Sequence[int], start: int) -> mx.array:
+        """Write a chunk into its row through a view; no copy, no padding."""
+        assert start + len(tokens) <= self._capacity, "a chunk exceeds its row"
+        views = [store.row_view(row, start) for store in self._stores]
+        logits = self._model.forward(mx.array([list(tokens)]), self._nest(views))
+        self._commit(views)
+        return logits
+
+    def decode(self, tokens: mx.array, starts: Sequence[int]) -> mx.array:
+        """One forward over the decoding rows."""
+        positions = Positions(list(starts), tokens.shape[1])
+        # A scatter beyond the buffer would be memory corruption, not an error.
+        assert positions.longest <= self._capacity, "a row outgrew its buffer"
+        step = self._width_step
+        width = min(self._capacity, -(-positions.longest // step) * step)
+        views = [store.batch_view(positions, width) for store in self._stores]
+        logits = self._model.forward(tokens, self._nest(views))
+        self._commit(views)
+        return logits
+
+    def arrays(self) -> list[mx.array]:
+        """All buffers."""
+        return [array for store in self._stores for array in store.arrays()]
+
+    def _read(self, rows: list[tuple[int, int]]) -> list[list[Payload]]:
+        """Evaluated copies of rows: a lazy one would be a held view and cost a buffer copy."""
+        read = [[store.read(row, length) for store in self._stores] for row, length in rows]
+        if read:
+            mx.eval(read)
+        return read
+
+    def _nest(self, views: list[Any]) -> list[Any]:
+        flat = iter(views)
+        nested: list[Any] = []
+        for layer in self._layers:
+            if isinstance(layer, Composite):
+                nested.append(CompositeView([next(flat) for _ in layer.parts]))
+            else:
+                nested.append(next(flat))
+        return nested
+
+    def _commit(self, views: list[Any]) -> None:
+        for store, view in zip(self._stores, views, strict=True):
+            store.commit(view)
+
+
+class SoloGroup:
+    """Rows that each own the model's own cache: correct for any model, one forward per row.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: TextModel) -> None:
+        self._model = model
+        self._rows: list[list[Any]] = []
+
+    def resize(self, change: Resize) -> None:
+        """Nothing: each cache grows by itself."""
+
+    def open(self, change: Open) -> None:
+        """A fresh cache."""
+        self._rows.append(self._model.new_cache())
+
+    def promote(self, change: Promote) -> None:
+        """Trade places."""
+        rows = self._rows
+        rows[change.row], rows[change.to] = rows[change.to], rows[change.row]
+
+    def close(self, change: Close) -> None:
+        """Follow the moves and drop what is left over at the end."""
+        for move in change.moves:
+            self._rows[move.target] = self._rows[move.source]
+        self._rows.pop()
+
+    def take(self, row: int, length: int) -> list[Any]:
+        """The row's cache."""
+        return self._rows[row]
+
+    def insert(self, change: Transfer, state: list[Any]) -> None:
+        """Never needed: there is one solo group, without a limit of its own."""
+        raise AssertionError("rows of their own do not move between groups")
+
+    def prefill(self, row: int, tokens: Sequence[int], start: int) -> mx.array:
+        """Write a chunk into the row's own cache."""
+        return self._model.forward(mx.array([list(tokens)]), self._rows[row])
+
+    def decode(self, tokens: mx.array, starts: Sequence[int]) -> mx.array:
+        """One forward per row."""
+        rows = [
+            self._model.forward(tokens[row : row + 1], self._rows[row])
+            for row in range(len(starts))
+        ]
+        return mx.concatenate(rows)
+
+    def arrays(self) -> list[mx.array]:
+        """The arrays of every row's cache."""
+        return [array for caches in self._rows for cache in caches for array in _arrays(cache)]
+
+
+def _arrays(cache: Any) -> list[mx.array]:
+    state: Any = cache.state
+    found: list[mx.array] = []
+    pending: list[Any] = [state]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, mx.array):
+            found.append(item)
+        elif isinstance(item, list | tuple):
+            pending.extend(item)  # pyright: ignore[reportUnknownArgumentType]
+    return found

@@ -1,0 +1,173 @@
+"""Loading a checkpoint on the owner thread: a GGUF file, a directory, or a Hub repository."""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+from msgspec import Struct
+
+from treadle_core.errors import ModelLoadError, TreadleError, Unsupported, describe
+from treadle_core.layers import ModelSpec, bound, grows
+from treadle_core.mlx_runtime.adapter import TextModel, inspect
+from treadle_core.mlx_runtime.gguf import find_demo_model, load_gguf
+from treadle_core.mlx_runtime.probe import check_batching
+from treadle_core.mlx_runtime.runner import ModelRunner
+from treadle_core.mlx_runtime.tokenizer import ModelTokenizer
+
+HUB_DEFAULT = "mlx-community/SmolLM2-135M-Instruct"
+KEPT_TOKENS = 4
+
+
+class ModelOptions(Struct, frozen=True, kw_only=True):
+    """What to load, and how.
+
+    Attributes:
+        model: A GGUF file, a directory, or a Hub repository; None takes the demo model when it
+            is installed, else a small one from the Hub.
+        adapter_path: LoRA adapters to apply, for directories and repositories.
+        trust_remote_code: Allow the checkpoint's own Python code.
+        max_kv_size: Most tokens whose KV a row keeps, the first four among them; 0 keeps all.
+    """
+
+    model: str | None = None
+    adapter_path: str | None = None
+    trust_remote_code: bool = False
+    max_kv_size: int = 0
+
+
+class LoadedModel:
+    """A model that is ready to run.
+
+    Attributes:
+        name: How clients call it.
+        runner: Runs plans over it.
+        tokenizer: Its text.
+        config: The checkpoint's config.
+    """
+
+    def __init__(
+        self, name: str, runner: ModelRunner, tokenizer: ModelTokenizer, config: dict[str, Any]
+    ) -> None:
+        self.name = name
+        self.runner = runner
+        self.tokenizer = tokenizer
+        self.config = config
+
+
+def load(options: ModelOptions) -> LoadedModel:
+    """Load a model on the calling thread, which owns it from now on.
+
+    Raises:
+        ModelLoadError: The checkpoint cannot be used.
+        Unsupported: An option cannot be honoured for this model.
+    """
+    reference = resolve(options.model)
+    model, tokenizer, config = _read(reference, options)
+    runner = make_runner(model, config, max_kv_size=options.max_kv_size)
+    return LoadedModel(
+        model_name(reference), runner, ModelTokenizer(tokenizer, config), config
+    )
+
+
+def make_runner(
+    model: nn.Module, config: dict[str, Any], *, max_kv_size: int = 0, slack: int = 0
+) -> ModelRunner:
+    """A runner for an mlx-lm model: inspects its layers and proves that its rows may share.
+
+    Args:
+        model: The model, evaluated.
+        config: The checkpoint's config.
+        max_kv_size: Most tokens whose KV a row keeps; 0 keeps all.
+        slack: Tokens that a row may take back.
+
+    Raises:
+        Unsupported: ``max_kv_size`` cannot be honoured.
+    """
+    text = TextModel(model)
+    spec = check_batching(text, inspect(text, config))
+    if max_kv_size:
+        spec = bounded(spec, max_kv_size)
+    return ModelRunner(text, spec, slack=slack)
+
+
+def bounded(spec: ModelSpec, max_kv_size: int) -> ModelSpec:
+    """``spec`` with windows of ``max_kv_size`` tokens in place of full attention.
+
+    Raises:
+        Unsupported: A layer cannot be bounded, or the bound is too small.
+    """
+    if max_kv_size <= 2 * KEPT_TOKENS:
+        raise Unsupported(f"max_kv_size: got {max_kv_size}, expected more than {2 * KEPT_TOKENS}")
+    if not spec.batched and any(grows(layer) for layer in spec.layers):
+        raise Unsupported(
+            f"max_kv_size cannot be honoured for {spec.model_type}: {spec.note or 'unknown layers'}"
+        )
+    layers = tuple(bound(layer, max_kv_size, KEPT_TOKENS) for layer in spec.layers)
+    return ModelSpec(
+        layers=layers,
+        vocab_size=spec.vocab_size,
+        context_length=spec.context_length,
+        batched=spec.batched,
+        note=spec.note,
+        model_type=spec.model_type,
+    )
+
+
+def resolve(model: str | None) -> str:
+    """The checkpoint that ``model`` means."""
+    if model is not None:
+        return model
+    demo = find_demo_model()
+    return str(demo) if demo is not None else HUB_DEFAULT
+
+
+def model_name(reference: str) -> str:
+    """How clients call a checkpoint: its repository, or the last part of its path."""
+    path = Path(reference)
+    if path.suffix == ".gguf":
+        return path.name.removesuffix(".gguf").split(".")[0]
+    return path.resolve().name if path.exists() else reference
+
+
+def _read(reference: str, options: ModelOptions) -> tuple[nn.Module, Any, dict[str, Any]]:
+    path = Path(reference)
+    if path.suffix == ".gguf":
+        if options.adapter_path is not None:
+            raise Unsupported("adapter_path cannot be honoured for a GGUF file")
+        if not path.is_file():
+            raise ModelLoadError(reference, "there is no such file")
+        return load_gguf(path)
+    if not path.exists() and looks_like_path(reference):
+        raise ModelLoadError(reference, "there is no such file or directory")
+    return _read_directory(reference, options)
+
+
+def _read_directory(
+    reference: str, options: ModelOptions
+) -> tuple[nn.Module, Any, dict[str, Any]]:
+    try:
+        loaded: Any = mlx_lm.load(
+            reference,
+            adapter_path=options.adapter_path,
+            return_config=True,
+            trust_remote_code=options.trust_remote_code,
+        )
+        model, tokenizer, config = loaded
+        mx.eval(model.parameters())
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError) as error:
+        raise ModelLoadError(
+            reference, f"it is not on this machine and the Hub did not give it ({error})"
+        ) from error
+    except TreadleError:
+        raise
+    except Exception as error:  # noqa: BLE001 — a broken checkpoint may raise anything
+        raise ModelLoadError(reference, describe(error)) from error
+    return model, tokenizer, config
+
+
+def looks_like_path(reference: str) -> bool:
+    """Whether a reference can only be a path, never a Hub repository."""
+    return reference.startswith(("/", ".", "~")) or reference.count("/") != 1

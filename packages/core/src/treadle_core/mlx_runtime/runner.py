@@ -1,0 +1,241 @@
+"""Runs plans: the only place where the model, the live KV and the sampler meet."""
+
+import time
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from treadle_core.layers import ModelSpec
+from treadle_core.mlx_runtime.adapter import TextModel
+from treadle_core.mlx_runtime.groups import RowGroup, SlotGroup, SoloGroup
+from treadle_core.mlx_runtime.sampler import Choice, Sampler
+from treadle_core.plan import (
+    Close,
+    Decode,
+    Open,
+    Plan,
+    Prefill,
+    Promote,
+    Resize,
+    StepResult,
+    Transfer,
+)
+from treadle_core.ports import PendingStep
+
+CLEAR_EVERY_STEPS = 256
+CLEAR_AFTER_TOKENS = 512
+
+
+class SubmittedStep:
+    """A step whose graph runs on the device.
+
+    Args:
+        number: The plan's number.
+        choice: Its tokens, or None if nothing was sampled.
+        done: Evaluated when the prefilled chunks are.
+        stopwatch: Tells how long the step took.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        choice: Choice | None,
+        done: list[mx.array],
+        stopwatch: "Stopwatch",
+    ) -> None:
+        self._number = number
+        self._choice = choice
+        self._done = done
+        self._stopwatch = stopwatch
+        self._started = stopwatch.now()
+
+    def wait(self) -> StepResult:
+        """Block until the tokens are there."""
+        mx.eval(self._done)
+        sampled, failures = self._choice.read() if self._choice else ({}, {})
+        seconds = self._stopwatch.lap(self._started)
+        return StepResult(
+            number=self._number, sampled=sampled, failures=failures, seconds=seconds
+        )
+
+
+class Stopwatch:
+    """Tells pipelined steps apart: a step begins when it is submitted or its predecessor ends."""
+
+    def __init__(self) -> None:
+        self._last = 0.0
+
+    def now(self) -> float:
+        """Seconds since some fixed moment."""
+        return time.perf_counter()
+
+    def lap(self, started: float) -> float:
+        """Seconds of the step that was submitted at ``started`` and ends now."""
+        now = self.now()
+        seconds = now - max(started, self._last)
+        self._last = now
+        return seconds
+
+
+class ModelRunner:
+    """A runner over slots, or over the model's own caches where slots do not know its layers.
+
+    Args:
+        model: The model; loaded and used on one thread.
+        spec: What it is; ``spec.batched`` decides between slots and rows of their own.
+        slack: Tokens a ring holds beyond its window.
+        width_step: Granularity of attention width; None chooses by device.
+    """
+
+    def __init__(
+        self, model: TextModel, spec: ModelSpec, *, slack: int = 0, width_step: int | None = None
+    ) -> None:
+        self._model: TextModel | None = model
+        self._spec = spec
+        self._slack = slack
+        self._width_step = width_step or default_width_step()
+        self._groups: dict[int, RowGroup] = {}
+        self._sampler = Sampler(spec.vocab_size)
+        self._last: Choice | None = None
+        self._stopwatch = Stopwatch()
+        self._num_steps = 0
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What the model is."""
+        return self._spec
+
+    @property
+    def num_rows(self) -> int:
+        """Rows with sampling state; zero when nothing runs."""
+        return self._sampler.num_rows
+
+    def submit(self, plan: Plan) -> PendingStep:
+        """Build the step's graph and start it.
+
+        Raises:
+            Exception: Whatever the model raised; call :meth:`reset` then.
+        """
+        for key in plan.leaves:
+            self._sampler.leave(key)
+        for setup in plan.joins:
+            self._sampler.join(setup)
+        done = self._do_work(plan)
+        choice = self._decode(plan.decodes) if plan.decodes else None
+        if choice is not None:
+            # Buffers too: what the logits do not depend on would otherwise stay lazy for ever.
+            used = {decode.group for decode in plan.decodes}
+            buffers = [self._groups[group].arrays() for group in sorted(used)]
+            mx.async_eval(choice.arrays(), buffers)
+        self._last = choice or self._last
+        self._tidy(plan)
+        return SubmittedStep(plan.number, choice, done, self._stopwatch)
+
+    def reset(self) -> None:
+        """Drop rows, buffers and everything in flight."""
+        self._groups.clear()
+        self._sampler.clear()
+        self._last = None
+        mx.clear_cache()
+
+    def close(self) -> None:
+        """Free the model."""
+        self.reset()
+        self._model = None
+        mx.clear_cache()
+
+    def _do_work(self, plan: Plan) -> list[mx.array]:
+        done: list[mx.array] = []
+        for item in plan.work:
+            if isinstance(item, Prefill):
+                done.append(self._prefill(item))
+            else:
+                self._arrange(item)
+        return done
+
+    def _arrange(self, change: Resize | Open | Promote | Close | Transfer) -> None:
+        match change:
+            case Resize(group, rows, _):
+                if rows == 0:
+                    self._groups.pop(group, None)
+                    return
+                if group not in self._groups:
+                    self._groups[group] = self._new_group()
+                self._groups[group].resize(change)
+            case Open(group):
+                if group not in self._groups:
+                    self._groups[group] = self._new_group()
+                self._groups[group].open(change)
+            case Promote(group):
+                self._groups[group].promote(change)
+            case Close(group):
+                self._groups[group].close(change)
+            case Transfer(group, row, to_group):
+                state = self._groups[group].take(row, change.length)
+                self._groups[to_group].insert(change, state)
+
+    def _prefill(self, prefill: Prefill) -> mx.array:
+        group = self._groups[prefill.group]
+        group.prefill(prefill.row, prefill.tokens, prefill.start)
+        arrays = group.arrays()
+        done = _sentinel(arrays)
+        mx.async_eval(arrays, done)
+        return done
+
+    def _decode(self, decodes: Sequence[Decode]) -> Choice:
+        tokens = self._feed(decodes)
+        logits: list[mx.array] = []
+        begin = 0
+        for group, members in _by_group(decodes):
+            end = begin + len(members)
+            starts = [decode.start for decode in members]
+            fed = tokens[begin:end, None]
+            logits.append(self._groups[group].decode(fed, starts)[:, -1])
+            begin = end
+        joined = logits[0] if len(logits) == 1 else mx.concatenate(logits)
+        return self._sampler.choose(joined, decodes)
+
+    def _feed(self, decodes: Sequence[Decode]) -> mx.array:
+        """Ids ``[rows]`` to feed: from the step before while they are still on the device."""
+        if all(decode.token is not None for decode in decodes):
+            return mx.array([decode.token or 0 for decode in decodes], dtype=mx.int32)
+        assert self._last is not None, "a token in flight has a step before it"
+        keys = tuple(decode.key for decode in decodes)
+        if self._last.batch.keys == keys and all(d.token is None for d in decodes):
+            return self._last.tokens
+        place = {key: i for i, key in enumerate(self._last.batch.keys)}
+        index = mx.array([place[d.key] if d.token is None else 0 for d in decodes])
+        known = mx.array([-1 if d.token is None else d.token for d in decodes], dtype=mx.int32)
+        return mx.where(known < 0, mx.take(self._last.tokens, index), known)
+
+    def _new_group(self) -> RowGroup:
+        assert self._model is not None, "the runner is closed"
+        if not self._spec.batched:
+            return SoloGroup(self._model)
+        return SlotGroup(
+            self._model, self._spec.layers, slack=self._slack, width_step=self._width_step
+        )
+
+    def _tidy(self, plan: Plan) -> None:
+        """Give freed buffers back now and then; they would pile up behind changing shapes."""
+        self._num_steps += 1
+        num_prefill = sum(len(prefill.tokens) for prefill in plan.prefills)
+        if num_prefill >= CLEAR_AFTER_TOKENS or self._num_steps % CLEAR_EVERY_STEPS == 0:
+            mx.clear_cache()
+
+
+def default_width_step() -> int:
+    """Fine on the CPU, where masked columns cost as much as others; coarse where they do not."""
+    return 64 if mx.default_device() == mx.cpu else 256
+
+
+def _by_group(decodes: Sequence[Decode]) -> list[tuple[int, list[Decode]]]:
+    found: dict[int, list[Decode]] = {}
+    for decode in decodes:
+        found.setdefault(decode.group, []).append(decode)
+    return list(found.items())
+
+
+def _sentinel(arrays: list[mx.array]) -> mx.array:
+    """A number that exists once ``arrays`` do; not a view, which would forbid writing in place."""
+    return mx.sum(arrays[-1].reshape(-1)[:1].astype(mx.float32))

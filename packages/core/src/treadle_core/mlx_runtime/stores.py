@@ -1,0 +1,533 @@
+"""What one layer holds for the rows of a group: slots, rings and recurrent state.
+
+Rows are left-aligned and have their own lengths. A new token is a scatter at per-row positions,
+in place because MLX donates the buffer; joining, leaving and rolling back never touch the other
+rows. Views of a store are what the model sees in place of its own caches, for one forward.
+"""
+
+from typing import Any, Protocol
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache
+
+from treadle_core.layers import (
+    Composite,
+    FullAttention,
+    LayerSpec,
+    Opaque,
+    Recurrent,
+    Window,
+    ring_size,
+)
+from treadle_core.mlx_runtime.masks import Positions, kept_mask, ring_mask, row_mask, slot_mask
+from treadle_core.plan import Move
+
+DTYPES = {
+    "float32": mx.float32,
+    "float16": mx.float16,
+    "bfloat16": mx.bfloat16,
+    "int32": mx.int32,
+    "uint32": mx.uint32,
+    "uint8": mx.uint8,
+}
+
+Payload = list[mx.array]
+"""A row's state as arrays of its own."""
+
+
+class Store(Protocol):
+    """One layer's state for the rows of a group ``[decoding | prefilling]``."""
+
+    def resize(self, rows: int, capacity: int, used: int) -> None:
+        """Change the allocation; the first ``used`` rows keep their contents."""
+        ...
+
+    def open(self, row: int) -> None:
+        """An empty row joins at the end."""
+        ...
+
+    def read(self, row: int, length: int) -> Payload:
+        """Lazy copies of the first ``length`` tokens of a row; evaluate before writing."""
+        ...
+
+    def write(self, row: int, payload: Payload) -> None:
+        """Put what :meth:`read` gave into a row."""
+        ...
+
+    def promote(self, row: int, to: int, mine: Payload, other: Payload) -> None:
+        """Rows ``row`` and ``to`` trade places; ``to`` is the newest decoding row from now on."""
+        ...
+
+    def close(self, row: int, moves: tuple[Move, ...], payloads: list[Payload]) -> None:
+        """Row ``row`` leaves; ``payloads`` are what the sources of ``moves`` held."""
+        ...
+
+    def relocate(self, move: Move, payload: Payload) -> None:
+        """A prefilling row gets another number."""
+        ...
+
+    def insert(self, to: int, payload: Payload) -> None:
+        """A row arrives from another group as the newest decoding row ``to``."""
+        ...
+
+    def scrub(self, row: int) -> None:
+        """Zero a row: values that are not finite would leak through masked columns."""
+        ...
+
+    def row_view(self, row: int, start: int) -> Any:
+        """A cache for prefilling one row from position ``start``."""
+        ...
+
+    def batch_view(self, positions: Positions, width: int) -> Any:
+        """A cache for one forward over the first rows of the group."""
+        ...
+
+    def commit(self, view: Any) -> None:
+        """Take over what a view's forward wrote."""
+        ...
+
+    def arrays(self) -> list[mx.array]:
+        """The buffers, to be evaluated."""
+        ...
+
+
+class AttentionStore:
+    """Keys and values of a full or windowed layer: ``[rows, heads, columns, dim]`` each."""
+
+    def __init__(self, spec: FullAttention | Window, slack: int) -> None:
+        self.spec = spec
+        self._slack = slack
+        self.keys = mx.zeros((0,))
+        self.values = mx.zeros((0,))
+        self.rows = 0
+        self.columns = 0
+
+    def resize(self, rows: int, capacity: int, used: int) -> None:
+        """Allocate ``rows x columns`` and keep what is there."""
+        columns = self._columns(capacity)
+        if (rows, columns) == (self.rows, self.columns):
+            return
+        self.keys = self._regrown(self.keys, self.spec.key_dim, rows, columns, used)
+        self.values = self._regrown(self.values, self.spec.value_dim, rows, columns, used)
+        self.rows, self.columns = rows, columns
+
+    def open(self, row: int) -> None:
+        """Nothing: what a row held before is masked by its length."""
+
+    def read(self, row: int, length: int) -> Payload:
+        """Copies of the row's used columns."""
+        used = min(length, self.columns)
+        return [mx.contiguous(b[row : row + 1, :, :used]) for b in (self.keys, self.values)]
+
+    def write(self, row: int, payload: Payload) -> None:
+        """Put keys and values into the row."""
+        keys, values = payload
+        used = keys.shape[2]
+        if used:
+            self.keys[row : row + 1, :, :used] = keys
+            self.values[row : row + 1, :, :used] = values
+
+    def promote(self, row: int, to: int, mine: Payload, other: Payload) -> None:
+        """Swap the two rows."""
+        if row != to:
+            self.write(to, mine)
+            self.write(row, other)
+
+    def close(self, row: int, moves: tuple[Move, ...], payloads: list[Payload]) -> None:
+        """Fill the hole."""
+        for move, payload in zip(moves, payloads, strict=True):
+            self.write(move.target, payload)
+
+    def relocate(self, move: Move, payload: Payload) -> None:
+        """Write the row at its new place."""
+        self.write(move.target, payload)
+
+    def insert(self, to: int, payload: Payload) -> None:
+        """Write the row."""
+        self.write(to, payload)
+
+    def scrub(self, row: int) -> None:
+        """Zero all columns of the row."""
+        self.keys[row : row + 1] = 0
+        self.values[row : row + 1] = 0
+
+    def row_view(self, row: int, start: int) -> "SlotRow | RingRow":
+        """A view that writes the row in place."""
+        if isinstance(self.spec, Window):
+            return RingRow(self, row, start)
+        return SlotRow(self, row, start)
+
+    def batch_view(self, positions: Positions, width: int) -> "SlotBatch | RingBatch":
+        """A view that scatters one step's tokens."""
+        if isinstance(self.spec, Window):
+            return RingBatch(self, positions, width)
+        return SlotBatch(self, positions, width)
+
+    def commit(self, view: "SlotRow | RingRow | SlotBatch | RingBatch") -> None:
+        """Take the buffers that the view's forward made."""
+        view.finish()
+
+    def arrays(self) -> list[mx.array]:
+        """Both buffers."""
+        return [self.keys, self.values]
+
+    def _columns(self, capacity: int) -> int:
+        if isinstance(self.spec, Window):
+            return min(capacity, ring_size(self.spec, self._slack))
+        return capacity
+
+    def _regrown(
+        self, old: mx.array, dim: int, rows: int, columns: int, used: int
+    ) -> mx.array:
+        new = mx.zeros((rows, self.spec.heads, columns, dim), DTYPES[self.spec.dtype])
+        kept_rows, kept = min(used, self.rows, rows), min(self.columns, columns)
+        if kept_rows and kept:
+            new[:kept_rows, :, :kept] = old[:kept_rows, :, :kept]
+        return new
+
+
+class AttentionView:
+    """Attributes that some models read or tie to other arrays.
+
+    mlx-lm's models set ``keys`` to make the evaluation of one cache imply another's. A group
+    evaluates all of its buffers, so there is nothing to tie.
+    """
+
+    def __init__(self, store: AttentionStore, rows: slice, columns: int) -> None:
+        self._store = store
+        self._rows = rows
+        self._seen = columns
+
+    @property
+    def keys(self) -> mx.array:
+        """Keys of the rows, up to the columns that the forward looks at."""
+        return self._store.keys[self._rows, :, : self._seen]
+
+    @keys.setter
+    def keys(self, value: mx.array) -> None:
+        del value
+
+    @property
+    def values(self) -> mx.array:
+        """Values of the rows, up to the columns that the forward looks at."""
+        return self._store.values[self._rows, :, : self._seen]
+
+    @values.setter
+    def values(self, value: mx.array) -> None:
+        del value
+
+
+class SlotRow(AttentionView):
+    """One row of a full-attention layer, written and read through a view of the buffer."""
+
+    def __init__(self, store: AttentionStore, row: int, start: int) -> None:
+        super().__init__(store, slice(row, row + 1), start)
+        self._row = row
+        self.offset = start
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write ``[1, heads, N, dim]`` behind what is there; return all of the row."""
+        store, row, start = self._store, self._row, self.offset
+        stop = start + keys.shape[2]
+        assert stop <= store.columns, f"row {row}: {stop} tokens exceed {store.columns} columns"
+        store.keys[row : row + 1, :, start:stop] = keys
+        store.values[row : row + 1, :, start:stop] = values
+        self.offset = self._seen = stop
+        return store.keys[row : row + 1, :, :stop], store.values[row : row + 1, :, :stop]
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        """As mlx-lm's own cache answers it."""
+        return row_mask(N, self.offset, window_size, return_array)
+
+    def finish(self) -> None:
+        """The buffers were written already."""
+
+
+class SlotBatch(AttentionView):
+    """The first rows of a full-attention layer, N new tokens each at their own positions."""
+
+    def __init__(self, store: AttentionStore, positions: Positions, width: int) -> None:
+        self._positions = positions
+        self._width = min(width, store.columns)
+        super().__init__(store, slice(0, len(positions.starts)), self._width)
+        self.offset = positions.fresh_offset()
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Scatter ``[rows, heads, N, dim]``; return the columns up to the longest row."""
+        store, rows, width = self._store, keys.shape[0], self._width
+        columns = self._positions.query
+        store.keys = scatter_rows(store.keys, columns, keys)
+        store.values = scatter_rows(store.values, columns, values)
+        return store.keys[:rows, :, :width], store.values[:rows, :, :width]
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array:
+        """Causal within each row's own length."""
+        return slot_mask(self._positions, self._width, window_size)
+
+    def finish(self) -> None:
+        """The buffers were written already."""
+
+
+class RingRow(AttentionView):
+    """One row of a windowed layer while it is prefilled.
+
+    A chunk may be longer than the window, so attention sees the window's worth of tokens before
+    it in order, then the chunk; the ring gets the chunk's end when the forward is done.
+    """
+
+    def __init__(self, store: AttentionStore, row: int, start: int) -> None:
+        assert isinstance(store.spec, Window)
+        super().__init__(store, slice(row, row + 1), min(start, store.columns))
+        self._row, self._start, self._spec = row, start, store.spec
+        self._held = list(visible_before(start, self._spec))
+        self._new: tuple[mx.array, mx.array] | None = None
+        self.offset = start
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Keep ``[1, heads, N, dim]`` for later; return the window before it and itself."""
+        self._new = (keys, values)
+        self.offset = self._start + keys.shape[2]
+        if not self._held:
+            return keys, values
+        index = mx.array(self._ring_columns(self._held))
+        row = slice(self._row, self._row + 1)
+        old_keys = mx.take(self._store.keys[row], index, axis=2)
+        old_values = mx.take(self._store.values[row], index, axis=2)
+        return (
+            mx.concatenate([old_keys, keys], axis=2),
+            mx.concatenate([old_values, values], axis=2),
+        )
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        """Causal within the window."""
+        spec = self._spec
+        if spec.keep:
+            held = [*self._held, *range(self._start, self._start + N)]
+            return kept_mask(self._start, N, held, size=spec.size, keep=spec.keep)
+        window = min(window_size or spec.size, spec.size)
+        return row_mask(N, len(self._held), window, return_array)
+
+    def finish(self) -> None:
+        """Write the newest tokens of the chunk into the ring, run by run."""
+        assert self._new is not None, "the model did not use this layer's cache"
+        keys, values = self._new
+        stop, keep = self._start + keys.shape[2], self._spec.keep
+        cycle = self._store.columns - keep
+        first = max(self._start, stop - cycle)
+        positions = [*range(self._start, min(keep, stop)), *range(max(first, keep), stop)]
+        for column, begin, end in runs(positions, self._ring_columns(positions)):
+            here, there = slice(begin - self._start, end - self._start), slice(
+                column, column + end - begin
+            )
+            row = slice(self._row, self._row + 1)
+            self._store.keys[row, :, there] = keys[:, :, here]
+            self._store.values[row, :, there] = values[:, :, here]
+
+    def _ring_columns(self, positions: list[int]) -> list[int]:
+        keep, columns = self._spec.keep, self._store.columns
+        return [p if p < keep else keep + (p - keep) % (columns - keep) for p in positions]
+
+
+class RingBatch(AttentionView):
+    """The first rows of a windowed layer, N new tokens each; column = position modulo ring."""
+
+    def __init__(self, store: AttentionStore, positions: Positions, width: int) -> None:
+        assert isinstance(store.spec, Window)
+        self._positions, self._spec = positions, store.spec
+        self._columns = min(width, store.columns)
+        super().__init__(store, slice(0, len(positions.starts)), self._columns)
+        self.offset = positions.fresh_offset()
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Scatter ``[rows, heads, N, dim]`` into the ring; return its used columns."""
+        store, rows, keep = self._store, keys.shape[0], self._spec.keep
+        query = self._positions.query
+        cyclic = keep + mx.remainder(query - keep, store.columns - keep)
+        columns = mx.where(query < keep, query, cyclic) if keep else cyclic
+        store.keys = scatter_rows(store.keys, columns, keys)
+        store.values = scatter_rows(store.values, columns, values)
+        return store.keys[:rows, :, : self._columns], store.values[:rows, :, : self._columns]
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array:
+        """Within the window of each row's own position."""
+        spec = self._spec
+        size = min(window_size or spec.size, spec.size)
+        return ring_mask(
+            self._positions, self._columns, self._store.columns, size=size, keep=spec.keep
+        )
+
+    def finish(self) -> None:
+        """The buffers were written already."""
+
+
+class StateStore:
+    """Recurrent state: arrays with exactly the decoding rows, and one set per prefilling row.
+
+    The whole state is rewritten by each step anyway, so a join may concatenate.
+    """
+
+    def __init__(self, spec: Recurrent) -> None:
+        self._spec = spec
+        self._decoding: Payload = []
+        self._num_decoding = 0
+        self._prefilling: dict[int, Payload] = {}
+
+    def resize(self, rows: int, capacity: int, used: int) -> None:
+        """Nothing: state does not grow."""
+
+    def open(self, row: int) -> None:
+        """Start from zeros."""
+        self._prefilling[row] = [
+            mx.zeros((1, *shape), DTYPES[dtype])
+            for shape, dtype in zip(self._spec.shapes, self._spec.dtypes, strict=True)
+        ]
+
+    def read(self, row: int, length: int) -> Payload:
+        """Copies of the row's state."""
+        if row in self._prefilling:
+            return self._prefilling[row]
+        return [mx.contiguous(array[row : row + 1]) for array in self._decoding]
+
+    def write(self, row: int, payload: Payload) -> None:
+        """Replace the row's state."""
+        if row >= self._num_decoding:
+            self._prefilling[row] = payload
+            return
+        for array, value in zip(self._decoding, payload, strict=True):
+            array[row : row + 1] = value
+
+    def promote(self, row: int, to: int, mine: Payload, other: Payload) -> None:
+        """The prefilled state becomes the last decoding row."""
+        state = self._prefilling.pop(row)
+        if row != to:
+            self._prefilling[row] = self._prefilling.pop(to)
+        self._append(state)
+
+    def close(self, row: int, moves: tuple[Move, ...], payloads: list[Payload]) -> None:
+        """Drop the row's state and follow the moves."""
+        last = self._num_decoding - 1
+        self._prefilling.pop(row, None)
+        if row <= last:
+            if row < last:
+                self.write(row, payloads[0])
+            self._decoding = [array[:last] for array in self._decoding] if last else []
+            self._num_decoding = last
+        for move in moves:
+            if move.source in self._prefilling:
+                self._prefilling[move.target] = self._prefilling.pop(move.source)
+
+    def relocate(self, move: Move, payload: Payload) -> None:
+        """Renumber the prefilling row's state."""
+        self._prefilling[move.target] = self._prefilling.pop(move.source)
+
+    def insert(self, to: int, payload: Payload) -> None:
+        """Append to the decoding rows; a prefilling row in that place was moved before."""
+        self._append(payload)
+
+    def scrub(self, row: int) -> None:
+        """Nothing: a new row starts from zeros of its own."""
+
+    def row_view(self, row: int, start: int) -> "StateView":
+        """The prefilling row's own state."""
+        return StateView(self, self._prefilling[row], row)
+
+    def batch_view(self, positions: Positions, width: int) -> "StateView":
+        """The decoding rows' state."""
+        return StateView(self, self._decoding, None)
+
+    def commit(self, view: "StateView") -> None:
+        """Keep the new state; a copy, where it is a view of something longer."""
+        state = [mx.contiguous(array) for array in view.cache]
+        if view.row is None:
+            self._decoding = state
+        else:
+            self._prefilling[view.row] = state
+
+    def arrays(self) -> list[mx.array]:
+        """All state arrays."""
+        return [*self._decoding, *(a for state in self._prefilling.values() for a in state)]
+
+    def _append(self, state: Payload) -> None:
+        if self._num_decoding:
+            pairs = zip(self._decoding, state, strict=True)
+            self._decoding = [mx.concatenate(pair) for pair in pairs]
+        else:
+            self._decoding = state
+        self._num_decoding += 1
+
+
+class StateView(ArraysCache):
+    """mlx-lm's own recurrent cache over a store's arrays; some models ask for its class."""
+
+    def __init__(self, store: StateStore, state: Payload, row: int | None) -> None:
+        super().__init__(len(state))
+        self.cache = list(state)
+        self.row = row
+        self.store = store
+
+
+class CompositeView:
+    """What a model sees of a composite layer: its caches by index."""
+
+    def __init__(self, views: list[Any]) -> None:
+        self.views = views
+
+    def __getitem__(self, index: int) -> Any:
+        """One of the caches."""
+        return self.views[index]
+
+
+def flatten(spec: LayerSpec) -> list[LayerSpec]:
+    """The parts of a composite layer, or the layer itself."""
+    return list(spec.parts) if isinstance(spec, Composite) else [spec]
+
+
+def make_store(spec: LayerSpec, slack: int) -> Store:
+    """The store for one kind of layer."""
+    match spec:
+        case FullAttention() | Window():
+            return AttentionStore(spec, slack)
+        case Recurrent():
+            return StateStore(spec)
+        case Composite() | Opaque():
+            raise TypeError(f"{type(spec).__name__} has no store of its own")
+
+
+def scatter_rows(buffer: mx.array, columns: mx.array, values: mx.array) -> mx.array:
+    """Write ``values [n, H, N, D]`` at ``columns [n, N]`` of the first n rows of ``buffer``."""
+    rows, heads = values.shape[:2]
+    if rows == buffer.shape[0]:
+        return mx.put_along_axis(buffer, columns[:, None, :, None], values, axis=2)
+    row = mx.arange(rows)[:, None, None]
+    head = mx.arange(heads)[None, :, None]
+    buffer[row, head, columns[:, None, :]] = values
+    return buffer
+
+
+def visible_before(start: int, spec: Window) -> range | list[int]:
+    """Positions before ``start`` that the query at ``start`` sees."""
+    newest = range(max(spec.keep, start - (spec.size - spec.keep) + 1), start)
+    if not spec.keep:
+        return range(max(0, start - spec.size + 1), start)
+    return [*range(min(spec.keep, start)), *newest]
+
+
+def runs(positions: list[int], columns: list[int]) -> list[tuple[int, int, int]]:
+    """Consecutive stretches as (first column, first position, position after the last)."""
+    found: list[tuple[int, int, int]] = []
+    for position, column in zip(positions, columns, strict=True):
+        if found:
+            begin_column, begin, end = found[-1]
+            if position == end and column == begin_column + end - begin:
+                found[-1] = (begin_column, begin, end + 1)
+                continue
+        found.append((column, position, position + 1))
+    return found

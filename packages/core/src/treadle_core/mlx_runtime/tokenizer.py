@@ -1,0 +1,116 @@
+"""A Hugging Face tokenizer behind the engine's port, chat template included. Any thread may use it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from treadle_core.errors import InvalidRequest
+
+
+class ModelTokenizer:
+    """Encodes, decodes and renders chats.
+
+    Args:
+        wrapper: mlx-lm's tokenizer.
+        config: The checkpoint's config, for the end tokens it names.
+    """
+
+    def __init__(self, wrapper: TokenizerWrapper, config: Mapping[str, Any]) -> None:
+        self._wrapper = wrapper
+        self._hf: Any = wrapper._tokenizer  # noqa: SLF001 — mlx-lm gives no public name to it
+        self._size = len(self._hf)
+        self._end_tokens = end_tokens(wrapper, self._hf, config)
+        self._special = frozenset[int](self._hf.all_special_ids)
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Ids that end an answer: those of tokenizer, config and generation config together."""
+        return self._end_tokens
+
+    @property
+    def special_tokens(self) -> frozenset[int]:
+        """Ids that decoding leaves out."""
+        return self._special
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids below this can be decoded."""
+        return self._size
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether :meth:`render_chat` works."""
+        return bool(self._hf.chat_template)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text; an opening token that the text begins with is not doubled."""
+        bos: Any = self._hf.bos_token
+        add = not (bos and text.startswith(bos))
+        return list(self._hf.encode(text, add_special_tokens=add))
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of a rendered chat, which brings its own special tokens."""
+        return list(self._hf.encode(text, add_special_tokens=False))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of ``tokens`` without special tokens; ids beyond the vocabulary add nothing."""
+        known = [token for token in tokens if 0 <= token < self._size]
+        text: Any = self._hf.decode(
+            known, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def token_text(self, token: int) -> str:
+        """How one token reads by itself, special tokens by their name."""
+        if not 0 <= token < self._size:
+            return ""
+        text: Any = self._hf.decode(
+            [token], skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **template_args: Any,
+    ) -> str:
+        """A chat as the text that the model was trained on.
+
+        Raises:
+            InvalidRequest: There is no template, or it refuses these messages.
+        """
+        if not self.has_chat_template:
+            raise InvalidRequest("messages", len(messages), "nothing: the model has no chat template")
+        try:
+            text: Any = self._hf.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] if tools else None,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **template_args,
+            )
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            raise InvalidRequest(
+                "messages", f"{len(messages)} messages", f"what the chat template accepts ({error})"
+            ) from error
+        return text
+
+
+def end_tokens(wrapper: TokenizerWrapper, hf: Any, config: Mapping[str, Any]) -> frozenset[int]:
+    """Every id that the tokenizer or the config calls an end."""
+    found: set[int] = set(wrapper.eos_token_ids)
+    text: Any = config.get("text_config")
+    sources: list[Any] = [hf.eos_token_id, config.get("eos_token_id")]
+    if isinstance(text, Mapping):
+        sources.append(text.get("eos_token_id"))  # pyright: ignore[reportUnknownMemberType]
+    for source in sources:
+        if isinstance(source, int):
+            found.add(source)
+        elif isinstance(source, list | tuple):
+            found.update(int(token) for token in source)  # pyright: ignore[reportUnknownVariableType]
+    return frozenset(found)

@@ -1,0 +1,188 @@
+"""A step as data: what the scheduler decides, what the runner reports.
+
+Rows of a group are ordered: ``[0, decoding)`` decode together, ``[decoding, all)`` prefill one by
+one. A row's tokens are ``[0, start)`` in the KV already and ``[start, start + n)`` in this step.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from treadle_core.events import TokenLogprob
+from treadle_core.request import LogitsProcessor, SamplingParams
+
+Key = tuple[str, int]
+"""An answer: request id and index."""
+
+
+class Resize(Struct, frozen=True, tag="resize"):
+    """Give a group this many rows of this capacity; 0 rows drops its buffers."""
+
+    group: int
+    rows: int
+    capacity: int
+
+
+class Open(Struct, frozen=True, tag="open"):
+    """A row joins at the end of a group, empty, to be prefilled."""
+
+    group: int
+    row: int
+
+
+class Promote(Struct, frozen=True, tag="promote"):
+    """The prefilled row ``row`` trades places with row ``to`` and decodes from now on."""
+
+    group: int
+    row: int
+    to: int
+    row_length: int
+    to_length: int
+
+
+class Move(Struct, frozen=True, array_like=True):
+    """Copy the first ``length`` tokens of row ``source`` over row ``target``."""
+
+    source: int
+    target: int
+    length: int
+
+
+class Close(Struct, frozen=True, tag="close"):
+    """Row ``row`` leaves; ``moves`` fill the hole. ``scrub`` zeroes what it leaves behind."""
+
+    group: int
+    row: int
+    moves: tuple[Move, ...]
+    scrub: bool = False
+
+
+class Transfer(Struct, frozen=True, tag="transfer"):
+    """A decoding row goes on as the last decoding row ``to`` of a roomier group.
+
+    The source row is closed by the instruction that follows.
+    """
+
+    group: int
+    row: int
+    to_group: int
+    to: int
+    moves: tuple[Move, ...]
+    length: int
+
+
+Instruction = Resize | Open | Promote | Close | Transfer
+
+
+class RowSetup(Struct, frozen=True, kw_only=True):
+    """Everything about sampling that a row brings along when it joins.
+
+    Attributes:
+        key: The answer.
+        params: Its sampling parameters.
+        seed: 64-bit seed of its randomness.
+        end_tokens: Ids masked until ``min_tokens`` were generated.
+        prompt: Prompt token ids.
+        output: The answer's tokens so far; a live view that grows as tokens are read.
+        processors: Called on the row's logits before sampling.
+        constraint: A token constraint, or None.
+    """
+
+    key: Key
+    params: SamplingParams
+    seed: int
+    end_tokens: tuple[int, ...]
+    prompt: Sequence[int]
+    output: Sequence[int]
+    processors: tuple[LogitsProcessor, ...] = ()
+    constraint: Any = None
+
+
+class Prefill(Struct, frozen=True, kw_only=True, tag="prefill"):
+    """Write ``tokens`` at ``[start, start + len(tokens))`` of a row; nothing is sampled."""
+
+    key: Key
+    group: int
+    row: int
+    tokens: tuple[int, ...]
+    start: int
+
+
+class Decode(Struct, frozen=True, kw_only=True):
+    """Feed one token to a row and sample the next.
+
+    ``token`` is None when the token was sampled in the step before and not read yet.
+    """
+
+    key: Key
+    group: int
+    row: int
+    start: int
+    num_output: int
+    token: int | None
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """One step. Executed in the order of the fields.
+
+    Attributes:
+        number: Counts plans.
+        leaves: Answers whose sampling state can be forgotten.
+        joins: Sampling state of the answers that join.
+        work: Changes of rows and buffers, and prefill chunks, in the order that they rely on.
+        decodes: Rows that sample: all decoding rows, ordered by group and row.
+    """
+
+    number: int
+    leaves: tuple[Key, ...] = ()
+    joins: tuple[RowSetup, ...] = ()
+    work: tuple["Instruction | Prefill", ...] = ()
+    decodes: tuple[Decode, ...] = ()
+
+    @property
+    def prefills(self) -> tuple[Prefill, ...]:
+        """The prefill chunks alone."""
+        return tuple(item for item in self.work if isinstance(item, Prefill))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the plan runs the model."""
+        return bool(self.decodes) or any(isinstance(item, Prefill) for item in self.work)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing at all to do."""
+        return not (self.decodes or self.work or self.leaves or self.joins)
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """Answers that the model runs for."""
+        return tuple(dict.fromkeys([p.key for p in self.prefills] + [d.key for d in self.decodes]))
+
+
+class Sampled(Struct, frozen=True):
+    """What one row got from a step."""
+
+    token: int
+    logprob: float | None = None
+    top_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class StepResult(Struct, frozen=True, kw_only=True):
+    """What a step produced, read on the host.
+
+    Attributes:
+        number: The plan's number.
+        sampled: The new token of each decoded row.
+        failures: Rows whose own code raised or whose logits are not finite, and why.
+        seconds: Time the step took, as far as it can be told apart from its neighbours.
+    """
+
+    number: int
+    sampled: dict[Key, Sampled]
+    failures: dict[Key, str]
+    seconds: float
+
+
+Wait = Callable[[], StepResult]

@@ -1,0 +1,115 @@
+"""One answer in the making, and the table of its states. All state changes are in this file."""
+
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from treadle_core.plan import Key
+from treadle_core.request import Request
+
+
+class Status(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+TRANSITIONS: dict[Status, frozenset[Status]] = {
+    Status.WAITING: frozenset({Status.PREFILL, Status.FINISHED}),
+    Status.PREFILL: frozenset({Status.DECODE, Status.WAITING, Status.FINISHED}),
+    Status.DECODE: frozenset({Status.WAITING, Status.FINISHED}),
+    Status.FINISHED: frozenset(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens and progress of one answer.
+
+    ``[0, num_computed)`` of its tokens are in the KV, counting steps that were submitted and not
+    read yet. ``num_in_flight`` sampled tokens exist on the device only.
+
+    Attributes:
+        request: The request it answers.
+        index: Which of the request's answers it is.
+        prompt: Prompt token ids.
+        max_tokens: Bound on ``output``, from the request and the context.
+        arrival: When it was accepted, in the clock's seconds.
+        order: Counts acceptances; the tie-break of every policy.
+        seed: 64-bit seed of its randomness.
+        output: Generated token ids that the host has read.
+        deadline: When it fails, in the clock's seconds.
+        suspect: A step that it was part of failed; it has to run alone once.
+    """
+
+    request: Request
+    index: int
+    prompt: Tokens[int]
+    max_tokens: int
+    arrival: float
+    order: int
+    seed: int
+    end_tokens: tuple[int, ...] = ()
+    deadline: float | None = None
+    output: list[int] = field(default_factory=list[int])
+    status: Status = Status.WAITING
+    num_computed: int = 0
+    num_in_flight: int = 0
+    num_preemptions: int = 0
+    suspect: bool = False
+    constraint: Any = None
+    epoch: int = 0
+
+    @property
+    def key(self) -> Key:
+        """Identity of the answer."""
+        return (self.request.id, self.index)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that exist, in flight included."""
+        return len(self.prompt) + len(self.output) + self.num_in_flight
+
+    @property
+    def num_to_prefill(self) -> int:
+        """Tokens still to be written before the last one can be decoded."""
+        return self.num_tokens - 1 - self.num_computed
+
+    @property
+    def num_generated(self) -> int:
+        """Generated tokens, in flight included."""
+        return len(self.output) + self.num_in_flight
+
+    @property
+    def wants_token(self) -> bool:
+        """Whether another token may be sampled for it."""
+        return self.num_generated < self.max_tokens
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether choosing a token needs the token before on the host."""
+        return bool(self.request.logits_processors) or self.request.constraint is not None
+
+    def tokens(self, start: int, stop: int) -> tuple[int, ...]:
+        """Known tokens ``[start, stop)`` of prompt and output."""
+        length = len(self.prompt)
+        if stop <= length:
+            return tuple(self.prompt[start:stop])
+        head = tuple(self.prompt[start:length]) if start < length else ()
+        return head + tuple(self.output[max(0, start - length) : stop - length])
+
+    def move_to(self, status: Status) -> None:
+        """Change state, along the table only."""
+        assert status in TRANSITIONS[self.status], f"{self.key}: {self.status} -> {status}"
+        self.status = status
+
+    def restart(self) -> None:
+        """Back to the queue: the KV is gone, the tokens stay; what is in flight is forgotten."""
+        self.move_to(Status.WAITING)
+        self.num_computed = 0
+        self.num_in_flight = 0
+        self.epoch += 1
