@@ -6,7 +6,16 @@ from msgspec import Struct
 
 from treadle_core.engine import Engine
 from treadle_core.errors import failure_for
-from treadle_core.events import Event, Failed, Finished, Progress, Timings, TokenLogprob, TokenOut, Usage
+from treadle_core.events import (
+    Event,
+    Failed,
+    Finished,
+    Progress,
+    Timings,
+    TokenLogprob,
+    TokenOut,
+    Usage,
+)
 from treadle_core.request import Request, SamplingParams
 
 

@@ -294,7 +294,9 @@ class Engine:
         if not isinstance(request.prompt, str):
             return request.prompt
         if self._tokenizer is None:
-            raise InvalidRequest("prompt", request.prompt, "token ids: this engine has no tokenizer")
+            raise InvalidRequest(
+                "prompt", request.prompt, "token ids: this engine has no tokenizer"
+            )
         tokens = tuple(self._tokenizer.encode(request.prompt))
         if not tokens:
             raise InvalidRequest("prompt", request.prompt, "text of at least one token")
@@ -324,9 +326,7 @@ class Engine:
         room = self._context - len(prompt)
         self._order += 1
         model_ends = self._tokenizer.end_tokens if self._tokenizer else frozenset[int]()
-        ends = frozenset(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos else model_ends
-        )
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else model_ends)
         sequence = Sequence(
             request=request,
             index=index,
@@ -475,4 +475,3 @@ def choice_seed(seed: int | None, index: int) -> int:
     if seed is None:
         return secrets.randbits(64)
     return (seed + index * 0x9E3779B97F4A7C15) & (2**64 - 1)
-

@@ -290,10 +290,10 @@ class AsyncEngine:
         with self._wake:
             self._closing = True
             self._wake.notify()
-        with anyio.CancelScope(shield=True):
-            if self._thread is not None:
+        if self._thread is not None:
+            with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(self._thread.join)
-            await self._stack.aclose()
+        await self._stack.aclose()
 
 
 class Outcome(Generic[T]):

@@ -75,7 +75,9 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             check_int("max_tokens", self.max_tokens, 1)
         check_int("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequest("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+            raise InvalidRequest(
+                "min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})"
+            )
         check_float("temperature", self.temperature, 0.0, 100.0)
         check_float("top_p", self.top_p, 0.0, 1.0, exclusive_low=True)
         check_int("top_k", self.top_k, 0)

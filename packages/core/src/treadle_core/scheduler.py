@@ -267,9 +267,7 @@ class Scheduler:
         preempted = False
         for sequence in sorted(self._running.values(), key=lambda s: s.order):
             while sequence.status is Status.DECODE and sequence.key in self._rows:
-                grown = self._layout.extend(
-                    sequence.key, sequence.num_computed + 1, self._written
-                )
+                grown = self._layout.extend(sequence.key, sequence.num_computed + 1, self._written)
                 if grown is not None:
                     draft.work += grown
                     break

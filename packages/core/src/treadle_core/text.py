@@ -19,9 +19,7 @@ class Detokenizer:
         prompt: The prompt's tokens; the last few are context for the first piece.
     """
 
-    def __init__(
-        self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = ()) -> None:
         self._decode = decode
         self._tokens: list[int] = list(prompt[-CONTEXT_TOKENS:])
         self._given = len(self._tokens)

@@ -67,9 +67,7 @@ def load(options: ModelOptions) -> LoadedModel:
     reference = resolve(options.model)
     model, tokenizer, config = _read(reference, options)
     runner = make_runner(model, config, max_kv_size=options.max_kv_size)
-    return LoadedModel(
-        model_name(reference), runner, ModelTokenizer(tokenizer, config), config
-    )
+    return LoadedModel(model_name(reference), runner, ModelTokenizer(tokenizer, config), config)
 
 
 def make_runner(
@@ -145,9 +143,7 @@ def _read(reference: str, options: ModelOptions) -> tuple[nn.Module, Any, dict[s
     return _read_directory(reference, options)
 
 
-def _read_directory(
-    reference: str, options: ModelOptions
-) -> tuple[nn.Module, Any, dict[str, Any]]:
+def _read_directory(reference: str, options: ModelOptions) -> tuple[nn.Module, Any, dict[str, Any]]:
     try:
         loaded: Any = mlx_lm.load(
             reference,

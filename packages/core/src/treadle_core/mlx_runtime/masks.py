@@ -35,9 +35,7 @@ def slot_mask(positions: Positions, width: int, window: int | None) -> mx.array:
     return mask
 
 
-def ring_mask(
-    positions: Positions, columns: int, ring: int, *, size: int, keep: int
-) -> mx.array:
+def ring_mask(positions: Positions, columns: int, ring: int, *, size: int, keep: int) -> mx.array:
     """Mask ``[rows, 1, N, columns]`` over a ring, from the position that each column holds.
 
     Args:

@@ -54,9 +54,7 @@ class SubmittedStep:
         mx.eval(self._done)
         sampled, failures = self._choice.read() if self._choice else ({}, {})
         seconds = self._stopwatch.lap(self._started)
-        return StepResult(
-            number=self._number, sampled=sampled, failures=failures, seconds=seconds
-        )
+        return StepResult(number=self._number, sampled=sampled, failures=failures, seconds=seconds)
 
 
 class Stopwatch:

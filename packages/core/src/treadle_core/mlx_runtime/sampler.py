@@ -39,9 +39,7 @@ class Row:
         self.bias = _spread(params.logit_bias, vocab_size) if params.logit_bias else None
         self.end_mask: mx.array | None = None
         if params.min_tokens and setup.end_tokens:
-            self.end_mask = _spread(
-                dict.fromkeys(setup.end_tokens, NEGATIVE_INFINITY), vocab_size
-            )
+            self.end_mask = _spread(dict.fromkeys(setup.end_tokens, NEGATIVE_INFINITY), vocab_size)
         self.seen: mx.array | None = None
         self.counts: mx.array | None = None
         if params.has_penalties:
@@ -254,9 +252,7 @@ class Sampler:
         logits = self._forbid_ends(batch, logits, decodes)
         return self._ask_host(batch, logits) if batch.hosted else (logits, {})
 
-    def _forbid_ends(
-        self, batch: Batch, logits: mx.array, decodes: Sequence[Decode]
-    ) -> mx.array:
+    def _forbid_ends(self, batch: Batch, logits: mx.array, decodes: Sequence[Decode]) -> mx.array:
         early = [
             i
             for i in batch.bounded

@@ -176,9 +176,7 @@ class AttentionStore:
             return min(capacity, ring_size(self.spec, self._slack))
         return capacity
 
-    def _regrown(
-        self, old: mx.array, dim: int, rows: int, columns: int, used: int
-    ) -> mx.array:
+    def _regrown(self, old: mx.array, dim: int, rows: int, columns: int, used: int) -> mx.array:
         new = mx.zeros((rows, self.spec.heads, columns, dim), DTYPES[self.spec.dtype])
         kept_rows, kept = min(used, self.rows, rows), min(self.columns, columns)
         if kept_rows and kept:
@@ -322,8 +320,9 @@ class RingRow(AttentionView):
         first = max(self._start, stop - cycle)
         positions = [*range(self._start, min(keep, stop)), *range(max(first, keep), stop)]
         for column, begin, end in runs(positions, self._ring_columns(positions)):
-            here, there = slice(begin - self._start, end - self._start), slice(
-                column, column + end - begin
+            here, there = (
+                slice(begin - self._start, end - self._start),
+                slice(column, column + end - begin),
             )
             row = slice(self._row, self._row + 1)
             self._store.keys[row, :, there] = keys[:, :, here]

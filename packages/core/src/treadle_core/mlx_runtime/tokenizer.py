@@ -85,7 +85,9 @@ class ModelTokenizer:
             InvalidRequest: There is no template, or it refuses these messages.
         """
         if not self.has_chat_template:
-            raise InvalidRequest("messages", len(messages), "nothing: the model has no chat template")
+            raise InvalidRequest(
+                "messages", len(messages), "nothing: the model has no chat template"
+            )
         try:
             text: Any = self._hf.apply_chat_template(
                 [dict(message) for message in messages],

@@ -1,0 +1,38 @@
+"""One call from options to a running engine."""
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from treadle_core.engine import Engine, EngineConfig
+from treadle_core.mlx_runtime.load import LoadedModel, ModelOptions, load
+from treadle_core.mlx_runtime.memory import kv_budget
+from treadle_core.ports import Observer
+
+
+def open_engine(
+    options: ModelOptions | None = None,
+    config: EngineConfig | None = None,
+    *,
+    memory_utilization: float = 0.9,
+    observers: Sequence[Observer] = (),
+) -> tuple[Engine, LoadedModel]:
+    """Load a model and make an engine over it, both owned by the calling thread.
+
+    Args:
+        options: What to load.
+        config: Options of the engine; without ``kv_memory_bytes``, live KV may take what
+            ``memory_utilization`` leaves.
+        memory_utilization: Share of the device's memory to use, weights included.
+        observers: Are told what happens.
+
+    Raises:
+        ModelLoadError: The checkpoint cannot be used.
+        Unsupported: An option cannot be honoured.
+    """
+    config = config or EngineConfig()
+    loaded = load(options or ModelOptions())
+    if config.kv_memory_bytes is None:
+        config = replace(config, kv_memory_bytes=kv_budget(memory_utilization))
+    engine = Engine(loaded.runner, tokenizer=loaded.tokenizer, config=config, observers=observers)
+    return engine, loaded
