@@ -1,7 +1,15 @@
 """One answer as its caller sees it: text, why it ended, usage and timings."""
 
 from treadle_core.errors import RequestFailed
-from treadle_core.events import Failed, Finished, FinishReason, Timings, TokenOut, Usage
+from treadle_core.events import (
+    Failed,
+    Finished,
+    FinishReason,
+    Progress,
+    Timings,
+    TokenOut,
+    Usage,
+)
 from treadle_core.plan import Sampled
 from treadle_core.ports import Tokenizer
 from treadle_core.sequence import Sequence
@@ -29,11 +37,25 @@ class Answer:
         self._matcher = StopMatcher(stops) if stops else None
         self._admitted: float | None = None
         self._first: float | None = None
+        self._prefilled = 0
 
     def admit(self, now: float) -> None:
         """It left the queue; only the first time counts."""
         if self._admitted is None:
             self._admitted = now
+
+    def prefill(self, num_tokens: int) -> Progress | None:
+        """The event of a prompt of which ``num_tokens`` are written, unless as much was told."""
+        total = len(self.sequence.prompt)
+        if self._first is not None or not self._prefilled < num_tokens < total - 1:
+            return None
+        self._prefilled = num_tokens
+        return Progress(
+            request_id=self.sequence.request.id,
+            index=self.sequence.index,
+            prefilled=num_tokens,
+            total=total,
+        )
 
     def take(self, sampled: Sampled, now: float) -> TokenOut:
         """Take in the token that was just appended to the sequence; sets :attr:`reason`.
@@ -55,12 +77,15 @@ class Answer:
 
     def finish(self, reason: FinishReason, now: float) -> Finished:
         """The terminal event, with the text that was held back."""
+        text = self._rest()
+        if reason != "abort" and self.reason is not None:
+            reason = self.reason  # the last text may hold a stop string
         return Finished(
             request_id=self.sequence.request.id,
             index=self.sequence.index,
             reason=reason,
-            text=self._rest(),
-            stop=self._stop,
+            text=text,
+            stop=self._stop if reason == "stop" else None,
             usage=self.usage(),
             timings=self._timings(now),
         )

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Tokens
 
 from msgspec import Struct
 
+from treadle_core.answer import Answer
 from treadle_core.clock import SystemClock
 from treadle_core.errors import (
     DeadlineExceeded,
@@ -18,8 +19,7 @@ from treadle_core.errors import (
     Unsupported,
     describe,
 )
-from treadle_core.answer import Answer
-from treadle_core.events import Event, Failed, Progress
+from treadle_core.events import Event, Failed
 from treadle_core.kv_layout import KvLayout
 from treadle_core.pacing import AdaptiveChunk, FixedChunk
 from treadle_core.plan import Plan, Sampled, StepResult
@@ -43,7 +43,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         chunked_prefill_tokens: Prompt tokens per step while others decode; 0 adapts the number
             to ``max_decode_stall_ms``.
         max_decode_stall_ms: How much longer than a plain decode step a step may take because of
-            prefill, when the chunk adapts.
+            prefill, when the chunk adapts; None means twice a decode step, at least 100 ms.
         policy: ``fcfs`` or ``priority``.
         ageing_seconds: Under ``priority``, waiting this long counts as one step of priority.
         kv_memory_bytes: Most bytes of live KV; None is no limit.
@@ -55,7 +55,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_num_batched_tokens: int = 8192
     prefill_step_size: int = 2048
     chunked_prefill_tokens: int = 0
-    max_decode_stall_ms: float = 150.0
+    max_decode_stall_ms: float | None = None
     policy: str = "fcfs"
     ageing_seconds: float = 10.0
     kv_memory_bytes: int | None = None
@@ -73,7 +73,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, 2)
         check_int("prefill_step_size", self.prefill_step_size, 1)
         check_int("chunked_prefill_tokens", self.chunked_prefill_tokens, 0)
-        check_float("max_decode_stall_ms", self.max_decode_stall_ms, 0.0, 1e9, exclusive_low=True)
+        if self.max_decode_stall_ms is not None:
+            stall = self.max_decode_stall_ms
+            check_float("max_decode_stall_ms", stall, 0.0, 1e9, exclusive_low=True)
         check_float("ageing_seconds", self.ageing_seconds, 0.0, 1e9, exclusive_low=True)
         if self.policy not in POLICIES:
             raise InvalidRequest("policy", self.policy, " or ".join(POLICIES))
@@ -247,7 +249,9 @@ class Engine:
         plan = self._scheduler.plan(self._clock.now())
         self._end_doomed()
         self._submit(plan)
-        while self._flight and (len(self._flight) > 1 or not plan.has_work):
+        # One step of look-ahead; but nobody's first token waits for the step after it.
+        look_ahead = plan.has_work and not plan.has_first_tokens
+        while len(self._flight) > look_ahead:
             self._read_one()
         events, self._events = self._events, []
         for observer in self._observers:
@@ -304,6 +308,9 @@ class Engine:
 
     def _check(self, request: Request, prompt: tuple[int, ...]) -> None:
         vocab_size = self._runner.spec.vocab_size
+        if request.n > self._config.max_queue:
+            limit = f"at most {self._config.max_queue}, the size of the queue"
+            raise InvalidRequest("n", request.n, limit)
         if len(prompt) >= self._context:
             raise PromptTooLong(len(prompt), self._context)
         largest = max(prompt)
@@ -325,8 +332,9 @@ class Engine:
         now, params = self._clock.now(), request.params
         room = self._context - len(prompt)
         self._order += 1
-        model_ends = self._tokenizer.end_tokens if self._tokenizer else frozenset[int]()
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else model_ends)
+        ends = frozenset(params.stop_token_ids)
+        if self._tokenizer is not None and not params.ignore_eos:
+            ends |= self._tokenizer.end_tokens
         sequence = Sequence(
             request=request,
             index=index,
@@ -351,7 +359,7 @@ class Engine:
             step = self._runner.submit(plan)
         except Exception as error:  # noqa: BLE001 — whatever a model raises must not end the engine
             self._read_all()
-            self._recover([plan], error)
+            self._recover(plan, [], error)
             return
         if plan.has_work:
             self._flight.append((plan, step))
@@ -365,9 +373,9 @@ class Engine:
         try:
             result = step.wait()
         except Exception as error:  # noqa: BLE001 — see _submit
-            lost = [plan, *(later for later, _ in self._flight)]
+            lost = [later for later, _ in self._flight]
             self._flight.clear()
-            self._recover(lost, error)
+            self._recover(plan, lost, error)
             return
         self._num_steps += 1
         self._last_step = self._clock.now()
@@ -392,6 +400,7 @@ class Engine:
             event = answer.take(sampled, now)
             reason = answer.reason
         except Exception as error:  # noqa: BLE001 — a request's grammar may raise anything
+            answer.sequence.output.pop()  # never told, so it does not count
             self._scheduler.finish(answer.sequence)
             failure = StepFailed(answer.sequence.request.id, describe(error))
             self._end(answer, answer.fail(failure, now))
@@ -402,22 +411,17 @@ class Engine:
             self._end(answer, answer.finish(reason, now))
 
     def _report_progress(self, plan: Plan) -> None:
+        alive = self._scheduler.alive(plan)
         for prefill in plan.prefills:
-            answer = self._answers.get(prefill.key)
-            if answer is None:
-                continue
-            total = len(answer.sequence.prompt)
-            done = prefill.start + len(prefill.tokens)
-            if done < total - 1:
-                request_id, index = prefill.key
-                self._events.append(
-                    Progress(request_id=request_id, index=index, prefilled=done, total=total)
-                )
+            if prefill.key in alive:
+                answer = self._answers[prefill.key]
+                event = answer.prefill(prefill.start + len(prefill.tokens))
+                self._events += [event] if event is not None else []
 
-    def _recover(self, plans: list[Plan], error: Exception) -> None:
+    def _recover(self, failed: Plan, lost: list[Plan], error: Exception) -> None:
         self._runner.reset()
         now = self._clock.now()
-        for sequence in self._scheduler.recover(plans):
+        for sequence in self._scheduler.recover(failed, lost):
             self._scheduler.finish(sequence)
             answer = self._answers[sequence.key]
             failure = StepFailed(sequence.request.id, describe(error))
@@ -437,8 +441,8 @@ class Engine:
             self._scheduler.finish(sequence)
             answer = self._answers[sequence.key]
             reason = (
-                f"the KV of {sequence.num_tokens} tokens exceeds the budget of "
-                f"{self._config.kv_memory_bytes} bytes"
+                f"the KV of more than {self._scheduler.layout.longest_alone} tokens exceeds the "
+                f"budget of {self._config.kv_memory_bytes} bytes"
             )
             self._end(answer, answer.fail(OutOfMemory(sequence.request.id, reason), now))
 
@@ -460,7 +464,8 @@ def make_chunk_policy(config: EngineConfig) -> ChunkPolicy:
     """The prefill chunk that the configuration asks for."""
     if config.chunked_prefill_tokens:
         return FixedChunk(config.chunked_prefill_tokens)
-    return AdaptiveChunk(config.max_decode_stall_ms / 1000)
+    stall = config.max_decode_stall_ms
+    return AdaptiveChunk(None if stall is None else stall / 1000)
 
 
 def make_queue(config: EngineConfig) -> WaitingQueue:

@@ -16,7 +16,7 @@
 Each class has a stable ``code`` (for machines) and writes its own sentence (for people).
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 
 class TreadleError(Exception):
@@ -171,14 +171,15 @@ def shorten(value: object, limit: int = 80) -> str:
 
 
 def failure_for(code: str, request_id: str, reason: str) -> RequestFailed:
-    """The exception for a failure event's ``code``."""
+    """The exception for a failure event's ``code``; ``reason`` may be its whole sentence."""
     kinds: dict[str, type[RequestFailed]] = {
         kind.code: kind for kind in (DeadlineExceeded, OutOfMemory, StepFailed)
     }
+    reason = reason.removeprefix(f"request {request_id} failed: ")
     return kinds.get(code, RequestFailed)(request_id, reason)
 
 
 def describe(error: BaseException) -> str:
     """One line that names an exception and what it says."""
-    text: Any = str(error).strip()
+    text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

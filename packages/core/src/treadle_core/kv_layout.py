@@ -7,6 +7,8 @@ next. What is allocated is counted in bytes and never exceeds the budget, the se
 layer that a resize needs for a moment included.
 """
 
+import sys
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -77,6 +79,7 @@ class KvLayout:
         self._groups: dict[int, Group] = {}
         self._group_of: dict[Key, int] = {}
         self._reserved: dict[Key, int] = {}
+        self._longest_alone = self._find_longest_alone(context_length)
 
     @property
     def groups(self) -> dict[int, Group]:
@@ -106,12 +109,14 @@ class KvLayout:
         """Whether ``key`` has a row."""
         return key in self._group_of
 
+    @property
+    def longest_alone(self) -> int:
+        """Most tokens of a row with nobody else there."""
+        return self._longest_alone
+
     def fits_alone(self, length: int) -> bool:
         """Whether a row of ``length`` tokens could be allocated with nobody else there."""
-        if self._budget is None:
-            return True
-        sizes = self._layer_sizes(1, round_up(length))
-        return sum(sizes) + (max(sizes, default=0) if self._shared else 0) <= self._budget
+        return length <= self._longest_alone
 
     def admit(self, key: Key, length: int, headroom: int) -> list[Instruction] | None:
         """A row for ``length`` tokens now, in a group where ``headroom`` more fit as well."""
@@ -183,6 +188,17 @@ class KvLayout:
                 assert not self._shared or self._reserved[key] <= group.capacity
         assert self._within_budget(), "the byte budget is exceeded"
 
+    def _find_longest_alone(self, context_length: int) -> int:
+        if self._budget is None:
+            return sys.maxsize
+
+        def size(num_blocks: int) -> int:
+            sizes = self._layer_sizes(1, num_blocks * GRANULARITY)
+            return sum(sizes) + (max(sizes, default=0) if self._shared else 0)
+
+        blocks = range(1, round_up(context_length) // GRANULARITY + 1)
+        return bisect_right(blocks, self._budget, key=size) * GRANULARITY
+
     def _class_for(self, length: int, headroom: int) -> int:
         for number, limit in enumerate(self._limits):
             if length + headroom <= limit:
@@ -191,8 +207,10 @@ class KvLayout:
 
     def _ensure(self, number: int, rows: int, length: int) -> list[Instruction] | None:
         if not self._shared:
+            if not self._within_budget():
+                return None
             self._groups.setdefault(number, Group())
-            return [] if self._within_budget() else None
+            return []
         group = self._groups.get(number)
         if group is not None and rows <= group.rows and length <= group.capacity:
             return []

@@ -3,7 +3,7 @@
 import math
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import TracebackType
 from typing import Generic, NamedTuple, Self, TypeVar
@@ -125,7 +125,7 @@ class AsyncEngine:
         return self._engine
 
     @asynccontextmanager
-    async def open(self, request: Request) -> AsyncIterator[AsyncIterator[Event]]:
+    async def open(self, request: Request) -> AsyncGenerator[AsyncIterator[Event]]:
         """Submit a request; the body iterates over its events, terminal ones included.
 
         Leaving the body early, by an exception or a cancellation too, aborts the request.

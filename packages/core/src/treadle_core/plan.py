@@ -156,6 +156,11 @@ class Plan(Struct, frozen=True, kw_only=True):
         return not (self.decodes or self.work or self.leaves or self.joins)
 
     @property
+    def has_first_tokens(self) -> bool:
+        """Whether somebody gets a first token."""
+        return any(decode.num_output == 0 for decode in self.decodes)
+
+    @property
     def keys(self) -> tuple[Key, ...]:
         """Answers that the model runs for."""
         return tuple(dict.fromkeys([p.key for p in self.prefills] + [d.key for d in self.decodes]))
@@ -177,12 +182,19 @@ class StepResult(Struct, frozen=True, kw_only=True):
         sampled: The new token of each decoded row.
         failures: Rows whose own code raised or whose logits are not finite, and why.
         seconds: Time the step took, as far as it can be told apart from its neighbours.
+        prefill_seconds: What each prompt chunk took, in the plan's order.
     """
 
     number: int
     sampled: dict[Key, Sampled]
     failures: dict[Key, str]
     seconds: float
+    prefill_seconds: tuple[float, ...] = ()
+
+    @property
+    def decode_seconds(self) -> float:
+        """What the decode of all rows took."""
+        return max(0.0, self.seconds - sum(self.prefill_seconds))
 
 
 Wait = Callable[[], StepResult]

@@ -19,12 +19,23 @@ class Clock(Protocol):
 class ChunkPolicy(Protocol):
     """How many prompt tokens a step may prefill; see :mod:`treadle_core.pacing`."""
 
+    @property
+    def overhead(self) -> int:
+        """Tokens of the budget that beginning another chunk in the same step costs."""
+        ...
+
     def budget(self, num_decoding: int, limit: int) -> int:
         """Prompt tokens for the next step, from 1 to ``limit``."""
         ...
 
     def observe(self, num_decoding: int, num_prefill: int, seconds: float) -> None:
-        """What a step of this shape took."""
+        """What a part of a step took.
+
+        Args:
+            num_decoding: Rows that decoded in the step.
+            num_prefill: Tokens of the chunk; 0 for the decode of all rows.
+            seconds: How long that took.
+        """
         ...
 
 

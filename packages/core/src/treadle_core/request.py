@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from msgspec import Struct
@@ -89,8 +89,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if self.seed is not None:
             check_int("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
         check_stop(self.stop)
-        for token in self.stop_token_ids:
-            check_int("stop_token_ids", token, 0)
+        check_tokens("stop_token_ids", self.stop_token_ids)
         check_bool("ignore_eos", self.ignore_eos)
         check_bool("logprobs", self.logprobs)
         check_int("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
@@ -143,15 +142,17 @@ class Request(Struct, frozen=True, kw_only=True):
         Raises:
             InvalidRequest: With the field, its value and what is accepted.
         """
-        if not isinstance(self.id, str) or not self.id:
-            raise InvalidRequest("id", self.id, "a non-empty string")
+        check_text("id", self.id)
         check_prompt(self.prompt)
+        check_params(self.params)
         check_int("n", self.n, 1, MAX_CHOICES)
         check_int("priority", self.priority, -(2**31), 2**31)
         if self.deadline is not None:
             check_float("deadline", self.deadline, 0.0, math.inf, exclusive_low=True)
-        if not all(callable(processor) for processor in self.logits_processors):
-            raise InvalidRequest("logits_processors", self.logits_processors, "callables")
+        if self.cache_salt is not None:
+            check_text("cache_salt", self.cache_salt)
+        check_callables("logits_processors", self.logits_processors)
+        check_callables("constraint", () if self.constraint is None else (self.constraint,))
 
 
 def check_int(field: str, value: object, low: int, high: int | None = None) -> None:
@@ -169,10 +170,24 @@ def check_float(
     """Raise InvalidRequest unless ``value`` is a finite number in the interval."""
     above = f"above {low:g}" if exclusive_low else f"from {low:g}"
     bounds = f"a number {above}" if high == math.inf else f"a number {above} to {high:g}"
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    if not isinstance(value, int | float) or isinstance(value, bool) or not is_finite(value):
         raise InvalidRequest(field, value, bounds)
     if value > high or value < low or (exclusive_low and value == low):
         raise InvalidRequest(field, value, bounds)
+
+
+def is_finite(value: float) -> bool:
+    """Whether a number is finite as a float; a long integer is not."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def check_text(field: str, value: object) -> None:
+    """Raise InvalidRequest unless ``value`` is a non-empty string."""
+    if not isinstance(value, str) or not value:
+        raise InvalidRequest(field, value, "a non-empty string")
 
 
 def check_bool(field: str, value: object) -> None:
@@ -185,7 +200,7 @@ def check_logit_bias(bias: object) -> None:
     """Raise InvalidRequest unless every key is a token id and every value a number."""
     if not isinstance(bias, dict):
         raise InvalidRequest("logit_bias", bias, "a mapping of token ids to numbers")
-    for token, value in bias.items():  # pyright: ignore[reportUnknownVariableType]
+    for token, value in cast("dict[object, object]", bias).items():
         check_int("logit_bias", token, 0)
         check_float(f"logit_bias[{token}]", value, -100.0, 100.0)
 
@@ -194,11 +209,12 @@ def check_stop(stop: object) -> None:
     """Raise InvalidRequest unless ``stop`` is a short tuple of non-empty strings."""
     if not isinstance(stop, tuple):
         raise InvalidRequest("stop", stop, "a tuple of strings")
-    if len(stop) > MAX_STOP_STRINGS:  # pyright: ignore[reportUnknownArgumentType]
-        raise InvalidRequest("stop", stop, f"at most {MAX_STOP_STRINGS} strings")
-    for text in stop:  # pyright: ignore[reportUnknownVariableType]
+    texts = cast("tuple[object, ...]", stop)
+    if len(texts) > MAX_STOP_STRINGS:
+        raise InvalidRequest("stop", texts, f"at most {MAX_STOP_STRINGS} strings")
+    for text in texts:
         if not isinstance(text, str) or not text:
-            raise InvalidRequest("stop", stop, "non-empty strings")
+            raise InvalidRequest("stop", texts, "non-empty strings")
 
 
 def check_prompt(prompt: object) -> None:
@@ -208,6 +224,28 @@ def check_prompt(prompt: object) -> None:
             raise InvalidRequest("prompt", prompt, "at least one token")
         return
     if not isinstance(prompt, tuple) or not prompt:
-        raise InvalidRequest("prompt", prompt, "text or a non-empty tuple of token ids")
-    for token in prompt:  # pyright: ignore[reportUnknownVariableType]
-        check_int("prompt", token, 0)
+        limit = "text or a non-empty tuple of token ids"
+        raise InvalidRequest("prompt", cast("object", prompt), limit)
+    check_tokens("prompt", cast("object", prompt))
+
+
+def check_tokens(field: str, tokens: object) -> None:
+    """Raise InvalidRequest unless ``tokens`` is a tuple of token ids."""
+    if not isinstance(tokens, tuple):
+        raise InvalidRequest(field, tokens, "a tuple of token ids")
+    for token in cast("tuple[object, ...]", tokens):
+        check_int(field, token, 0)
+
+
+def check_params(params: object) -> None:
+    """Raise InvalidRequest unless ``params`` are sampling parameters."""
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequest("params", params, "SamplingParams")
+
+
+def check_callables(field: str, functions: object) -> None:
+    """Raise InvalidRequest unless ``functions`` is a tuple of callables."""
+    if not isinstance(functions, tuple):
+        raise InvalidRequest(field, functions, "a tuple of callables")
+    if not all(callable(function) for function in cast("tuple[object, ...]", functions)):
+        raise InvalidRequest(field, cast("object", functions), "a tuple of callables")

@@ -117,7 +117,12 @@ class Scheduler:
     @property
     def must_read_first(self) -> bool:
         """Whether the next plan needs tokens that are still in flight."""
-        return any(s.synchronous and s.num_in_flight for s in self._running.values())
+        longest = self._layout.longest_alone
+        return any(
+            # One that can grow no more may have got its last token already.
+            s.num_in_flight and (s.synchronous or s.num_computed >= longest)
+            for s in self._running.values()
+        )
 
     def add(self, sequences: list[Sequence]) -> None:
         """Queue new sequences, all or none.
@@ -140,7 +145,8 @@ class Scheduler:
         self._waiting.discard(sequence)
         self._running.pop(sequence.key, None)
         sequence.move_to(Status.FINISHED)
-        if sequence.key in self._rows:
+        # Not by key: the row may be a finished predecessor's that had the same request id.
+        if self._rows.get(sequence.key) is sequence:
             self._leaving.append((sequence, scrub))
 
     def expired(self, now: float) -> list[Sequence]:
@@ -160,7 +166,7 @@ class Scheduler:
         only = self._suspect()
         if only is not None:
             self._preempt_others(draft, only)
-        preempted = self._make_room_to_decode(draft)
+        preempted = self._make_room_to_decode(draft, now)
         prefilled = self._plan_prefill(draft, now, only, may_admit=not preempted)
         self._plan_decode(draft)
         plan = draft.freeze()
@@ -168,6 +174,10 @@ class Scheduler:
             involved = dict.fromkeys([*prefilled, *(self._running[d.key] for d in plan.decodes)])
             self._planned[plan.number] = [(s, s.epoch) for s in involved]
         return plan
+
+    def alive(self, plan: Plan) -> set[Key]:
+        """Answers for which a plan that was not read yet still counts."""
+        return {s.key for s, epoch in self._planned[plan.number] if _is_alive(s, epoch)}
 
     def apply(self, plan: Plan, result: StepResult) -> list[tuple[Sequence, Sampled | str]]:
         """Take the tokens of a step in.
@@ -179,7 +189,7 @@ class Scheduler:
         self._observe(plan, result)
         outcomes: list[tuple[Sequence, Sampled | str]] = []
         for sequence, epoch in involved:
-            if sequence.status is Status.FINISHED or sequence.epoch != epoch:
+            if not _is_alive(sequence, epoch):
                 continue
             outcome = result.failures.get(sequence.key) or result.sampled.get(sequence.key)
             if isinstance(outcome, Sampled):
@@ -190,17 +200,26 @@ class Scheduler:
                 outcomes.append((sequence, outcome))
         return outcomes
 
-    def recover(self, plans: Iterable[Plan]) -> list[Sequence]:
+    def recover(self, failed: Plan, lost: Iterable[Plan] = ()) -> list[Sequence]:
         """A step failed and took all KV with it: every row goes back to the queue.
 
-        Whoever was in one of ``plans`` becomes a suspect and has to run alone until it gets a
-        token.
+        Whoever was in it or in a step after it becomes a suspect and has to run alone until it
+        gets a token.
+
+        Args:
+            failed: The plan that failed.
+            lost: Plans submitted after it.
 
         Returns:
             The sequence that failed although it ran alone, if that is what happened.
         """
-        involved = {s.key: s for p in plans for s, e in self._forget(p) if s.epoch == e}
-        alive = [s for s in involved.values() if s.status is not Status.FINISHED]
+        blamed = self._forget(failed)
+        involved = [*blamed, *(entry for plan in lost for entry in self._forget(plan))]
+        # One that was preempted since is not alone any more: whoever runs now is not guilty.
+        again = [s for s, epoch in blamed if s.suspect and s.epoch == epoch]
+        guilty = again if len(blamed) == 1 else []
+        for sequence, _ in involved:
+            sequence.suspect = True
         self._layout.reset()
         self._rows.clear()
         self._leaving.clear()
@@ -208,9 +227,6 @@ class Scheduler:
             del self._running[sequence.key]
             sequence.restart()
             self._waiting.push(sequence)
-        guilty = [s for s in alive if s.suspect] if len(alive) == 1 else []
-        for sequence in alive:
-            sequence.suspect = True
         return guilty
 
     def check_integrity(self) -> None:
@@ -225,7 +241,9 @@ class Scheduler:
         assert len(self._running) <= self._limits.max_num_seqs
 
     def _forget(self, plan: Plan) -> list[tuple[Sequence, int]]:
-        return self._planned.pop(plan.number, [])
+        """Who is in a plan that gives no result, and not finished."""
+        entries = self._planned.pop(plan.number, [])
+        return [(s, epoch) for s, epoch in entries if s.status is not Status.FINISHED]
 
     def _written(self, key: Key) -> int:
         return self._rows[key].num_computed
@@ -262,7 +280,7 @@ class Scheduler:
             if sequence is not only and sequence.key in self._rows:
                 self._preempt(draft, sequence)
 
-    def _make_room_to_decode(self, draft: Draft) -> bool:
+    def _make_room_to_decode(self, draft: Draft, now: float) -> bool:
         """Give each decoding row room for a token, taking rows from the last served if need be."""
         preempted = False
         for sequence in sorted(self._running.values(), key=lambda s: s.order):
@@ -272,17 +290,17 @@ class Scheduler:
                     draft.work += grown
                     break
                 preempted = True
-                self._take_a_row(draft, sequence)
+                self._take_a_row(draft, sequence, now)
         return preempted
 
-    def _take_a_row(self, draft: Draft, sequence: Sequence) -> None:
+    def _take_a_row(self, draft: Draft, sequence: Sequence, now: float) -> None:
         """Preempt the least urgent row; end ``sequence`` if it does not even fit alone."""
         if not self._layout.fits_alone(sequence.num_computed + 1):
             self._doomed.append(sequence)
             self._preempt(draft, sequence)
             return
         victims = [s for s in self._running.values() if s.key in self._rows]
-        self._preempt(draft, max(victims, key=lambda s: (s.request.priority, s.order)))
+        self._preempt(draft, self._waiting.least_urgent(victims, now))
 
     def _plan_prefill(
         self, draft: Draft, now: float, only: Sequence | None, *, may_admit: bool
@@ -290,44 +308,51 @@ class Scheduler:
         """Share the step's prompt tokens out; returns who got some."""
         decoding = [s for s in self._running.values() if s.status is Status.DECODE]
         num_decoding = sum(s.key in self._rows for s in decoding)
-        limit = min(
-            self._limits.prefill_step_size, self._limits.max_num_batched_tokens - num_decoding
-        )
+        room = self._limits.max_num_batched_tokens - num_decoding
+        limit = min(self._limits.prefill_step_size, room)
         if limit <= 0:
             return []
         left = self._chunk.budget(num_decoding, limit)
-        # With nobody to keep waiting, one prompt at a time: its first token need not wait for
-        # the prompts behind it.
-        alone = num_decoding == 0
         served: list[Sequence] = []
-        prefilling = [s for s in self._running.values() if s.status is Status.PREFILL]
-        oldest = min(prefilling, key=lambda s: s.order, default=None)
-        kept = 0
-        if oldest is not None:
-            others = len(prefilling) > 1 or (may_admit and len(self._waiting) > 0)
-            share = left if alone or not others else max(1, left // 2)
-            kept = min(oldest.num_to_prefill, share)
-            left -= kept
-        for sequence in sorted(prefilling, key=lambda s: (s.num_to_prefill, s.order)):
-            if sequence is not oldest and left > 0 and not alone:
-                left -= self._prefill(draft, sequence, left)
-                served.append(sequence)
-        while may_admit and left > 0 and not (alone and (served or kept)):
-            admitted = self._admit(draft, now, only)
-            if admitted is None:
+        # Whoever is prefilled to the end decodes in the same step: one token more.
+        while left > 0 and room > 1:
+            sequence = self._next_to_prefill(draft, now, only, served, may_admit=may_admit)
+            if sequence is None:
                 break
-            left -= self._prefill(draft, admitted, left)
-            served.append(admitted)
-        if oldest is not None:
-            self._prefill(draft, oldest, kept + max(left, 0))
-            served.append(oldest)
+            served.append(sequence)
+            num = self._prefill(draft, sequence, left, room - 1)
+            left -= num + self._chunk.overhead
+            room -= num + 1
+            if num_decoding == 0 or left < self._chunk.overhead:
+                # With nobody decoding the chunk is large; but the first token of this prompt
+                # need not wait for the prompts behind it.
+                break
         return served
 
-    def _admit(self, draft: Draft, now: float, only: Sequence | None) -> Sequence | None:
+    def _next_to_prefill(
+        self,
+        draft: Draft,
+        now: float,
+        only: Sequence | None,
+        served: list[Sequence],
+        *,
+        may_admit: bool,
+    ) -> Sequence | None:
+        """Whose prompt goes on: in turns the oldest, so that it ends, and the shortest."""
+        started = [s for s in self._running.values() if s.status is Status.PREFILL]
+        open_ = [s for s in started if s not in served]
+        if open_ and self._number % 2:
+            return min(open_, key=lambda s: s.order)
+        shortest = min(open_, key=lambda s: (s.num_to_prefill, s.order), default=None)
+        head = (only or self._waiting.peek(now)) if may_admit else None
+        if head is not None and head.status is Status.WAITING:
+            if shortest is None or head.num_to_prefill < shortest.num_to_prefill:
+                return self._admit(draft, head) or shortest
+        return shortest
+
+    def _admit(self, draft: Draft, sequence: Sequence) -> Sequence | None:
+        """Give the next sequence a row, if there is one for it."""
         if len(self._running) >= self._limits.max_num_seqs:
-            return None
-        sequence = only if only is not None else self._waiting.peek(now)
-        if sequence is None or sequence.status is not Status.WAITING:
             return None
         length = sequence.num_tokens
         rest = min(sequence.max_tokens - sequence.num_generated, HEADROOM)
@@ -344,9 +369,12 @@ class Scheduler:
         self._rows[sequence.key] = sequence
         return sequence
 
-    def _prefill(self, draft: Draft, sequence: Sequence, most: int) -> int:
-        """Plan up to ``most`` prompt tokens; the row decodes in this step if that was the rest."""
-        num = min(sequence.num_to_prefill, most, self._limits.prefill_step_size)
+    def _prefill(self, draft: Draft, sequence: Sequence, most: int, room: int) -> int:
+        """Plan about ``most`` prompt tokens; the row decodes in this step if that was the rest."""
+        if sequence.num_to_prefill <= most + self._chunk.overhead:
+            # A chunk of its own for such a rest would cost more than it spares anybody.
+            most = sequence.num_to_prefill
+        num = min(sequence.num_to_prefill, most, self._limits.prefill_step_size, room)
         if num > 0:
             start = sequence.num_computed
             group, row = self._layout.place(sequence.key)
@@ -381,8 +409,15 @@ class Scheduler:
         return decode
 
     def _observe(self, plan: Plan, result: StepResult) -> None:
-        num_prefill = sum(len(prefill.tokens) for prefill in plan.prefills)
-        self._chunk.observe(len(plan.decodes), num_prefill, result.seconds)
+        for prefill, seconds in zip(plan.prefills, result.prefill_seconds, strict=False):
+            self._chunk.observe(len(plan.decodes), len(prefill.tokens), seconds)
+        if plan.decodes:
+            self._chunk.observe(len(plan.decodes), 0, result.decode_seconds)
+
+
+def _is_alive(sequence: Sequence, epoch: int) -> bool:
+    """Whether it goes on with the rows that it had in this epoch."""
+    return sequence.status is not Status.FINISHED and sequence.epoch == epoch
 
 
 def _setup(sequence: Sequence) -> RowSetup:

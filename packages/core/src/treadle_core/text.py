@@ -23,38 +23,40 @@ class Detokenizer:
         self._decode = decode
         self._tokens: list[int] = list(prompt[-CONTEXT_TOKENS:])
         self._given = len(self._tokens)
+        self._unsure = False
 
     def add(self, token: int) -> str:
         """Take a token in; return the text that became certain."""
         self._tokens.append(token)
         piece = self._pending()
-        pending = len(self._tokens) - self._given
-        # A model may emit bytes that never make a character: do not wait for ever.
-        if piece.endswith(REPLACEMENT) and pending < LONGEST_CHARACTER:
+        unsure = piece.endswith(REPLACEMENT)
+        if (unsure or not piece) and len(self._tokens) - self._given < LONGEST_CHARACTER:
             return ""
-        if not piece and pending < LONGEST_CHARACTER:
-            return ""
-        self._advance()
-        return piece
+        # A model may emit bytes that never make a character: do not wait for ever. Only the last
+        # replacement may still become one.
+        self._advance(unsure=unsure)
+        return piece[:-1] if self._unsure else piece
 
     def finish(self) -> str:
         """The rest, half a character included."""
         piece = self._pending()
-        self._advance()
+        self._advance(unsure=False)
         return piece
 
     def _pending(self) -> str:
         before = self._decode(self._tokens[: self._given])
         whole = self._decode(self._tokens)
-        if whole.startswith(before):
-            return whole[len(before) :]
-        # The context's own end was half a character that the new tokens complete.
-        return whole[len(before.rstrip(REPLACEMENT)) :]
+        if self._unsure:
+            before = before.removesuffix(REPLACEMENT)
+        # The context's own end may be half a character that the new tokens complete.
+        return whole[_common_length(before, whole) :]
 
-    def _advance(self) -> None:
+    def _advance(self, *, unsure: bool) -> None:
+        """All tokens are given out, but for the last replacement if that is ``unsure``."""
         drop = max(0, len(self._tokens) - CONTEXT_TOKENS)
         del self._tokens[:drop]
         self._given = len(self._tokens)
+        self._unsure = unsure and self._decode(self._tokens).endswith(REPLACEMENT)
 
 
 class StopMatcher:
@@ -94,12 +96,20 @@ class StopMatcher:
 
     def _first_match(self) -> tuple[int, str] | None:
         hits = [(self._held.find(stop), stop) for stop in self._stops]
-        # The earliest wins; of two that begin there, the longer one.
+        # The one that is complete first wins, however the text is split; of two, the longer one.
         return min(
             ((at, stop) for at, stop in hits if at >= 0),
-            key=lambda hit: (hit[0], -len(hit[1])),
+            key=lambda hit: (hit[0] + len(hit[1]), hit[0]),
             default=None,
         )
+
+
+def _common_length(left: str, right: str) -> int:
+    """Number of characters with which both begin."""
+    if right.startswith(left):
+        return len(left)
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
 def _overlap(text: str, stop: str) -> int:

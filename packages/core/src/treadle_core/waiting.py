@@ -1,6 +1,6 @@
 """The waiting queue: who is next is a policy, given as an argument."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from treadle_core.sequence import Sequence
 
@@ -61,3 +61,7 @@ class WaitingQueue:
     def peek(self, now: float) -> Sequence | None:
         """Who is next."""
         return min(self._members.values(), key=lambda s: self._policy(s, now), default=None)
+
+    def least_urgent(self, sequences: Iterable[Sequence], now: float) -> Sequence:
+        """Who of these would be served last; they need not be here."""
+        return max(sequences, key=lambda s: self._policy(s, now))

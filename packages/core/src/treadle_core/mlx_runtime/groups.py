@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from treadle_core.layers import LayerSpec, Composite
+from treadle_core.layers import Composite, LayerSpec
 from treadle_core.mlx_runtime.adapter import TextModel
 from treadle_core.mlx_runtime.masks import Positions
 from treadle_core.mlx_runtime.stores import CompositeView, Payload, Store, flatten, make_store
@@ -82,17 +82,24 @@ class SlotGroup:
         ]
         self._capacity = 0
         self._num_used = 0
+        # Per row, how many columns may hold something, of its owner or of one before.
+        self._touched: list[int] = []
 
     def resize(self, change: Resize) -> None:
         """Reallocate each layer's buffer; the used rows keep their contents."""
         self._capacity = change.capacity
+        kept = self._touched[: self._num_used]
+        self._touched = [*kept, *[0] * (change.rows - len(kept))]
         for store in self._stores:
             store.resize(change.rows, change.capacity, self._num_used)
+            # One layer at a time: lazily, every old buffer would live until the last new one.
+            mx.eval(store.arrays())
 
     def open(self, change: Open) -> None:
         """An empty row joins at the end."""
         assert change.row == self._num_used, "rows are opened at the end"
         self._num_used += 1
+        self._hand_over(change.row, 0)
         for store in self._stores:
             store.open(change.row)
 
@@ -105,14 +112,17 @@ class SlotGroup:
             mine, other = self._read(pairs)
         for store, ours, theirs in zip(self._stores, mine, other, strict=True):
             store.promote(change.row, change.to, ours, theirs)
+        if change.row != change.to:
+            self._hand_over(change.to, change.row_length)
+            self._hand_over(change.row, change.to_length)
 
     def close(self, change: Close) -> None:
         """Free the row and fill its hole."""
         read = self._read([(move.source, move.length) for move in change.moves])
         for index, store in enumerate(self._stores):
-            if change.scrub:
-                store.scrub(change.row)
             store.close(change.row, change.moves, [payload[index] for payload in read])
+        for move in change.moves:
+            self._hand_over(move.target, move.length)
         self._num_used -= 1
 
     def take(self, row: int, length: int) -> list[Payload]:
@@ -126,11 +136,15 @@ class SlotGroup:
             for move, payload in zip(change.moves, read, strict=True):
                 store.relocate(move, payload[index])
             store.insert(change.to, state[index])
+        for move in change.moves:
+            self._hand_over(move.target, move.length)
+        self._hand_over(change.to, change.length)
         self._num_used += 1
 
     def prefill(self, row: int, tokens: Sequence[int], start: int) -> mx.array:
         """Write a chunk into its row through a view; no copy, no padding."""
         assert start + len(tokens) <= self._capacity, "a chunk exceeds its row"
+        self._touched[row] = max(self._touched[row], start + len(tokens))
         views = [store.row_view(row, start) for store in self._stores]
         logits = self._model.forward(mx.array([list(tokens)]), self._nest(views))
         self._commit(views)
@@ -141,6 +155,8 @@ class SlotGroup:
         positions = Positions(list(starts), tokens.shape[1])
         # A scatter beyond the buffer would be memory corruption, not an error.
         assert positions.longest <= self._capacity, "a row outgrew its buffer"
+        for row, start in enumerate(starts):
+            self._touched[row] = max(self._touched[row], start + tokens.shape[1])
         step = self._width_step
         width = min(self._capacity, -(-positions.longest // step) * step)
         views = [store.batch_view(positions, width) for store in self._stores]
@@ -151,6 +167,15 @@ class SlotGroup:
     def arrays(self) -> list[mx.array]:
         """All buffers."""
         return [array for store in self._stores for array in store.arrays()]
+
+    def _hand_over(self, row: int, length: int) -> None:
+        """A row belongs to somebody else, who has ``length`` tokens in it: clear the rest.
+
+        The owner before may have left values that are not finite, known or not yet.
+        """
+        for store in self._stores:
+            store.clear(row, length, self._touched[row])
+        self._touched[row] = length
 
     def _read(self, rows: list[tuple[int, int]]) -> list[list[Payload]]:
         """Evaluated copies of rows: a lazy one would be a held view and cost a buffer copy."""

@@ -1,12 +1,14 @@
 """Loading a checkpoint on the owner thread: a GGUF file, a directory, or a Hub repository."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
-from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from msgspec import Struct
 
 from treadle_core.errors import ModelLoadError, TreadleError, Unsupported, describe
@@ -15,7 +17,7 @@ from treadle_core.mlx_runtime.adapter import TextModel, inspect
 from treadle_core.mlx_runtime.gguf import find_demo_model, load_gguf
 from treadle_core.mlx_runtime.probe import check_batching
 from treadle_core.mlx_runtime.runner import ModelRunner
-from treadle_core.mlx_runtime.tokenizer import ModelTokenizer
+from treadle_core.mlx_runtime.tokenizer import ModelTokenizer, token_ids
 
 HUB_DEFAULT = "mlx-community/SmolLM2-135M-Instruct"
 KEPT_TOKENS = 4
@@ -65,7 +67,7 @@ def load(options: ModelOptions) -> LoadedModel:
         Unsupported: An option cannot be honoured for this model.
     """
     reference = resolve(options.model)
-    model, tokenizer, config = _read(reference, options)
+    model, tokenizer, config = read_checkpoint(reference, options)
     runner = make_runner(model, config, max_kv_size=options.max_kv_size)
     return LoadedModel(model_name(reference), runner, ModelTokenizer(tokenizer, config), config)
 
@@ -130,8 +132,16 @@ def model_name(reference: str) -> str:
     return path.resolve().name if path.exists() else reference
 
 
-def _read(reference: str, options: ModelOptions) -> tuple[nn.Module, Any, dict[str, Any]]:
+def read_checkpoint(reference: str, options: ModelOptions) -> tuple[nn.Module, Any, dict[str, Any]]:
+    """Model, mlx-lm's tokenizer and config of a checkpoint, evaluated on the calling thread.
+
+    Raises:
+        ModelLoadError: The checkpoint cannot be used.
+        Unsupported: An option cannot be honoured for it.
+    """
     path = Path(reference)
+    if not reference:
+        raise ModelLoadError("''", "its name is empty")
     if path.suffix == ".gguf":
         if options.adapter_path is not None:
             raise Unsupported("adapter_path cannot be honoured for a GGUF file")
@@ -152,6 +162,9 @@ def _read_directory(reference: str, options: ModelOptions) -> tuple[nn.Module, A
             trust_remote_code=options.trust_remote_code,
         )
         model, tokenizer, config = loaded
+        # mlx-lm puts the generation config's end tokens in place of the config's own.
+        ends = token_ids(config.get("eos_token_id")) | own_end_tokens(reference)
+        config = {**config, "eos_token_id": sorted(ends)}
         mx.eval(model.parameters())
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError) as error:
         raise ModelLoadError(
@@ -159,9 +172,19 @@ def _read_directory(reference: str, options: ModelOptions) -> tuple[nn.Module, A
         ) from error
     except TreadleError:
         raise
-    except Exception as error:  # noqa: BLE001 — a broken checkpoint may raise anything
+    except Exception as error:
         raise ModelLoadError(reference, describe(error)) from error
     return model, tokenizer, config
+
+
+def own_end_tokens(reference: str) -> frozenset[int]:
+    """The end tokens that a loaded checkpoint's ``config.json`` names."""
+    folder = Path(reference)
+    found: Any = folder / "config.json"
+    if not folder.exists():
+        found = try_to_load_from_cache(reference, "config.json")
+    config: dict[str, Any] = json.loads(Path(found).read_text(encoding="utf-8"))
+    return token_ids(config.get("eos_token_id"))
 
 
 def looks_like_path(reference: str) -> bool:

@@ -10,6 +10,10 @@ class Positions:
     Args:
         starts: Tokens that each row holds already, ``[rows]``.
         num_tokens: New tokens of each row, N.
+
+    Attributes:
+        offset: ``starts`` on the device.
+        query: Positions of the new tokens, ``[rows, N]``.
     """
 
     def __init__(self, starts: list[int], num_tokens: int = 1) -> None:
@@ -17,7 +21,6 @@ class Positions:
         self.num_tokens = num_tokens
         self.longest = max(starts) + num_tokens
         self.offset = mx.array(starts, dtype=mx.int32)
-        # [rows, N]
         self.query = self.offset[:, None] + mx.arange(num_tokens, dtype=mx.int32)[None]
 
     def fresh_offset(self) -> mx.array:

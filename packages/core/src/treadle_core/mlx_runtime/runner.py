@@ -32,7 +32,8 @@ class SubmittedStep:
     Args:
         number: The plan's number.
         choice: Its tokens, or None if nothing was sampled.
-        done: Evaluated when the prefilled chunks are.
+        started: When it was submitted, by the stopwatch.
+        prefill_seconds: What each chunk took.
         stopwatch: Tells how long the step took.
     """
 
@@ -40,21 +41,33 @@ class SubmittedStep:
         self,
         number: int,
         choice: Choice | None,
-        done: list[mx.array],
+        started: float,
+        prefill_seconds: list[float],
         stopwatch: "Stopwatch",
     ) -> None:
         self._number = number
         self._choice = choice
-        self._done = done
+        self._prefill_seconds = prefill_seconds
         self._stopwatch = stopwatch
-        self._started = stopwatch.now()
+        self._started = started
+        self._ended: float | None = None
+
+    def settle(self) -> None:
+        """Wait for the tokens without reading them, and note when they came."""
+        if self._choice is not None:
+            mx.eval(self._choice.tokens)
+        self._ended = self._stopwatch.now()
 
     def wait(self) -> StepResult:
         """Block until the tokens are there."""
-        mx.eval(self._done)
         sampled, failures = self._choice.read() if self._choice else ({}, {})
-        seconds = self._stopwatch.lap(self._started)
-        return StepResult(number=self._number, sampled=sampled, failures=failures, seconds=seconds)
+        return StepResult(
+            number=self._number,
+            sampled=sampled,
+            failures=failures,
+            seconds=self._stopwatch.lap(self._started, self._ended),
+            prefill_seconds=tuple(self._prefill_seconds),
+        )
 
 
 class Stopwatch:
@@ -67,11 +80,11 @@ class Stopwatch:
         """Seconds since some fixed moment."""
         return time.perf_counter()
 
-    def lap(self, started: float) -> float:
-        """Seconds of the step that was submitted at ``started`` and ends now."""
-        now = self.now()
-        seconds = now - max(started, self._last)
-        self._last = now
+    def lap(self, started: float, ended: float | None = None) -> float:
+        """Seconds of the step that was submitted at ``started`` and ended then, or just now."""
+        ended = self.now() if ended is None else ended
+        seconds = max(0.0, ended - max(started, self._last))
+        self._last = ended
         return seconds
 
 
@@ -95,6 +108,7 @@ class ModelRunner:
         self._groups: dict[int, RowGroup] = {}
         self._sampler = Sampler(spec.vocab_size)
         self._last: Choice | None = None
+        self._before: SubmittedStep | None = None
         self._stopwatch = Stopwatch()
         self._num_steps = 0
 
@@ -118,7 +132,11 @@ class ModelRunner:
             self._sampler.leave(key)
         for setup in plan.joins:
             self._sampler.join(setup)
-        done = self._do_work(plan)
+        if plan.prefills and self._before is not None:
+            # It may still be running: its end is where the first chunk begins.
+            self._before.settle()
+        started = self._stopwatch.now()
+        prefill_seconds = self._do_work(plan)
         choice = self._decode(plan.decodes) if plan.decodes else None
         if choice is not None:
             # Buffers too: what the logits do not depend on would otherwise stay lazy for ever.
@@ -127,13 +145,16 @@ class ModelRunner:
             mx.async_eval(choice.arrays(), buffers)
         self._last = choice or self._last
         self._tidy(plan)
-        return SubmittedStep(plan.number, choice, done, self._stopwatch)
+        step = SubmittedStep(plan.number, choice, started, prefill_seconds, self._stopwatch)
+        self._before = step
+        return step
 
     def reset(self) -> None:
         """Drop rows, buffers and everything in flight."""
         self._groups.clear()
         self._sampler.clear()
         self._last = None
+        self._before = None
         mx.clear_cache()
 
     def close(self) -> None:
@@ -142,14 +163,15 @@ class ModelRunner:
         self._model = None
         mx.clear_cache()
 
-    def _do_work(self, plan: Plan) -> list[mx.array]:
-        done: list[mx.array] = []
+    def _do_work(self, plan: Plan) -> list[float]:
+        """Arrange rows and prefill chunks; returns what each chunk took."""
+        seconds: list[float] = []
         for item in plan.work:
             if isinstance(item, Prefill):
-                done.append(self._prefill(item))
+                seconds.append(self._prefill(item))
             else:
                 self._arrange(item)
-        return done
+        return seconds
 
     def _arrange(self, change: Resize | Open | Promote | Close | Transfer) -> None:
         match change:
@@ -172,13 +194,17 @@ class ModelRunner:
                 state = self._groups[group].take(row, change.length)
                 self._groups[to_group].insert(change, state)
 
-    def _prefill(self, prefill: Prefill) -> mx.array:
+    def _prefill(self, prefill: Prefill) -> float:
+        """Write a chunk, and wait for it: its speed decides how long the next one may be.
+
+        A step with a chunk gives up its look-ahead for that; the chunk is far longer than the
+        graph building that would have been hidden.
+        """
+        started = self._stopwatch.now()
         group = self._groups[prefill.group]
         group.prefill(prefill.row, prefill.tokens, prefill.start)
-        arrays = group.arrays()
-        done = _sentinel(arrays)
-        mx.async_eval(arrays, done)
-        return done
+        mx.eval(group.arrays())
+        return self._stopwatch.now() - started
 
     def _decode(self, decodes: Sequence[Decode]) -> Choice:
         tokens = self._feed(decodes)
@@ -232,8 +258,3 @@ def _by_group(decodes: Sequence[Decode]) -> list[tuple[int, list[Decode]]]:
     for decode in decodes:
         found.setdefault(decode.group, []).append(decode)
     return list(found.items())
-
-
-def _sentinel(arrays: list[mx.array]) -> mx.array:
-    """A number that exists once ``arrays`` do; not a view, which would forbid writing in place."""
-    return mx.sum(arrays[-1].reshape(-1)[:1].astype(mx.float32))

@@ -6,6 +6,7 @@ token depends on the request's seed and the token's position alone, so a seeded 
 same tokens whatever runs beside it, after a preemption, and after a restart.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,13 @@ from treadle_core.request import SamplingParams
 
 NEGATIVE_INFINITY = -float("inf")
 NOT_FINITE = -1
+NOTHING_ALLOWED = -2
+FAILURES = {
+    NOT_FINITE: "the model's logits are not finite",
+    NOTHING_ALLOWED: "no token is allowed: masks and processors forbid every one",
+}
+# Below this, temperature is greedy for all purposes, and a quotient could overflow.
+COLDEST = 1e-30
 
 
 class Row:
@@ -100,7 +108,7 @@ class DrawParams:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         params = [row.setup.params for row in rows]
-        self.temperature = _column(p.temperature for p in params)
+        self.temperature = _column(max(p.temperature, COLDEST) for p in params)
         self.top_k = mx.array([[p.top_k or 2**31 - 1] for p in params], dtype=mx.int32)
         self.top_p = _column(p.top_p for p in params)
         self.min_p = _column(p.min_p for p in params)
@@ -152,8 +160,9 @@ class Choice:
         sampled: dict[Key, Sampled] = {}
         logprobs = self._read_logprobs()
         for key, token in zip(batch.keys, values, strict=True):
-            if token == NOT_FINITE and key not in failures:
-                failures[key] = "the model's logits are not finite"
+            # What the model did wrong is the cause of what the row's own code then raised.
+            if token == NOT_FINITE or (token in FAILURES and key not in failures):
+                failures[key] = FAILURES[token]
             elif key not in failures:
                 logprob, top = logprobs.get(key, (None, ()))
                 sampled[key] = Sampled(token, logprob, top)
@@ -220,7 +229,9 @@ class Sampler:
         # One sum per row finds NaN and infinity anywhere in it.
         total = mx.sum(logits, axis=-1)
         finite = mx.isfinite(total) | (total == NEGATIVE_INFINITY)
-        choice = Choice(batch, tokens, mx.where(finite, tokens, NOT_FINITE))
+        taken = mx.take_along_axis(adjusted, tokens[:, None], axis=-1)[:, 0]
+        report = mx.where(mx.isfinite(taken), tokens, NOTHING_ALLOWED)
+        choice = Choice(batch, tokens, mx.where(finite, report, NOT_FINITE))
         choice.failures = failures
         choice.report(logits)
         if batch.counts is not None:
@@ -291,7 +302,8 @@ class Sampler:
         rows = batch.index["drawn"]
         everyone = len(batch.drawn) == len(batch.keys)
         chosen = logits if everyone else mx.take(logits, rows, axis=0)
-        scaled = chosen / draw.temperature
+        # Relative to the best, so that no temperature makes it overflow.
+        scaled = (chosen - mx.max(chosen, axis=-1, keepdims=True)) / draw.temperature
         if draw.filtered:
             scaled = keep_likely(scaled, draw)
         positions = [decodes[i].start + 1 for i in batch.drawn]
@@ -302,7 +314,8 @@ class Sampler:
 
 def penalise(batch: Batch, logits: mx.array) -> mx.array:
     """Repetition (prompt and answer), presence and frequency penalties (answer), per row."""
-    assert batch.counts is not None and batch.seen is not None
+    assert batch.counts is not None
+    assert batch.seen is not None
     present = batch.counts > 0
     seen = batch.seen | present
     repeated = mx.where(logits > 0, logits / batch.repetition, logits * batch.repetition)
@@ -345,7 +358,7 @@ def run_host_code(setup: RowSetup, logits: mx.array, vocab_size: int) -> mx.arra
 
     Raises:
         Exception: Whatever the request's code raises.
-        ValueError: It returned something that is not a row of logits.
+        ValueError: It returned something that is not a row of logits, or forbids every token.
     """
     if setup.constraint is not None:
         packed: bytes | None = setup.constraint.mask()
@@ -359,7 +372,11 @@ def run_host_code(setup: RowSetup, logits: mx.array, vocab_size: int) -> mx.arra
             )
     if setup.processors:
         # Evaluated here, so that an error in it is this row's and nobody else's.
-        mx.eval(logits)
+        largest: Any = mx.max(logits.astype(mx.float32)).item()
+        if largest == NEGATIVE_INFINITY:
+            raise ValueError("the logits processors allow no token")
+        if not math.isfinite(largest):
+            raise ValueError("a logits processor returned values that are not finite")
     return logits.astype(mx.float32)
 
 
@@ -373,7 +390,7 @@ def unpack_mask(packed: bytes, vocab_size: int) -> mx.array:
         raise ValueError(f"the mask has {len(packed)} bytes, {vocab_size} tokens need more")
     if not any(packed):
         raise ValueError("the grammar allows no token")
-    octets = mx.array(memoryview(packed).cast("B"), dtype=mx.uint8)
+    octets = mx.array(list(packed), dtype=mx.uint8)
     bits = mx.right_shift(octets[:, None], mx.arange(8, dtype=mx.uint8)[None]) & 1
     return bits.reshape(-1)[:vocab_size] == 1
 

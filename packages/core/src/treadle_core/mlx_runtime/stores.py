@@ -70,8 +70,11 @@ class Store(Protocol):
         """A row arrives from another group as the newest decoding row ``to``."""
         ...
 
-    def scrub(self, row: int) -> None:
-        """Zero a row: values that are not finite would leak through masked columns."""
+    def clear(self, row: int, start: int, stop: int) -> None:
+        """Zero what tokens ``[start, stop)`` left in a row that does not hold them any more.
+
+        Masked columns must hold finite values: zero attention times NaN is NaN.
+        """
         ...
 
     def row_view(self, row: int, start: int) -> Any:
@@ -146,10 +149,12 @@ class AttentionStore:
         """Write the row."""
         self.write(to, payload)
 
-    def scrub(self, row: int) -> None:
-        """Zero all columns of the row."""
-        self.keys[row : row + 1] = 0
-        self.values[row : row + 1] = 0
+    def clear(self, row: int, start: int, stop: int) -> None:
+        """Zero the columns of those tokens."""
+        start, stop = min(start, self.columns), min(stop, self.columns)
+        if start < stop:
+            self.keys[row : row + 1, :, start:stop] = 0
+            self.values[row : row + 1, :, start:stop] = 0
 
     def row_view(self, row: int, start: int) -> "SlotRow | RingRow":
         """A view that writes the row in place."""
@@ -234,10 +239,10 @@ class SlotRow(AttentionView):
         return store.keys[row : row + 1, :, :stop], store.values[row : row + 1, :, :stop]
 
     def make_mask(
-        self, N: int, return_array: bool = False, window_size: int | None = None
+        self, num_tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
         """As mlx-lm's own cache answers it."""
-        return row_mask(N, self.offset, window_size, return_array)
+        return row_mask(num_tokens, self.offset, window_size, return_array)
 
     def finish(self) -> None:
         """The buffers were written already."""
@@ -261,7 +266,7 @@ class SlotBatch(AttentionView):
         return store.keys[:rows, :, :width], store.values[:rows, :, :width]
 
     def make_mask(
-        self, N: int, return_array: bool = False, window_size: int | None = None
+        self, num_tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array:
         """Causal within each row's own length."""
         return slot_mask(self._positions, self._width, window_size)
@@ -301,15 +306,16 @@ class RingRow(AttentionView):
         )
 
     def make_mask(
-        self, N: int, return_array: bool = False, window_size: int | None = None
+        self, num_tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
         """Causal within the window."""
         spec = self._spec
-        if spec.keep:
-            held = [*self._held, *range(self._start, self._start + N)]
-            return kept_mask(self._start, N, held, size=spec.size, keep=spec.keep)
+        # A single query sees all that is held; some models take no array mask for it.
+        if spec.keep and num_tokens > 1:
+            held = [*self._held, *range(self._start, self._start + num_tokens)]
+            return kept_mask(self._start, num_tokens, held, size=spec.size, keep=spec.keep)
         window = min(window_size or spec.size, spec.size)
-        return row_mask(N, len(self._held), window, return_array)
+        return row_mask(num_tokens, len(self._held), window, return_array)
 
     def finish(self) -> None:
         """Write the newest tokens of the chunk into the ring, run by run."""
@@ -354,7 +360,7 @@ class RingBatch(AttentionView):
         return store.keys[:rows, :, : self._columns], store.values[:rows, :, : self._columns]
 
     def make_mask(
-        self, N: int, return_array: bool = False, window_size: int | None = None
+        self, num_tokens: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array:
         """Within the window of each row's own position."""
         spec = self._spec
@@ -431,7 +437,7 @@ class StateStore:
         """Append to the decoding rows; a prefilling row in that place was moved before."""
         self._append(payload)
 
-    def scrub(self, row: int) -> None:
+    def clear(self, row: int, start: int, stop: int) -> None:
         """Nothing: a new row starts from zeros of its own."""
 
     def row_view(self, row: int, start: int) -> "StateView":
@@ -457,7 +463,7 @@ class StateStore:
     def _append(self, state: Payload) -> None:
         if self._num_decoding:
             pairs = zip(self._decoding, state, strict=True)
-            self._decoding = [mx.concatenate(pair) for pair in pairs]
+            self._decoding = [mx.concatenate(list(pair)) for pair in pairs]
         else:
             self._decoding = state
         self._num_decoding += 1

@@ -19,7 +19,7 @@ class ModelTokenizer:
 
     def __init__(self, wrapper: TokenizerWrapper, config: Mapping[str, Any]) -> None:
         self._wrapper = wrapper
-        self._hf: Any = wrapper._tokenizer  # noqa: SLF001 — mlx-lm gives no public name to it
+        self._hf: Any = wrapper._tokenizer  # noqa: SLF001 # pyright: ignore[reportPrivateUsage] — no public name
         self._size = len(self._hf)
         self._end_tokens = end_tokens(wrapper, self._hf, config)
         self._special = frozenset[int](self._hf.all_special_ids)
@@ -105,14 +105,15 @@ class ModelTokenizer:
 
 def end_tokens(wrapper: TokenizerWrapper, hf: Any, config: Mapping[str, Any]) -> frozenset[int]:
     """Every id that the tokenizer or the config calls an end."""
-    found: set[int] = set(wrapper.eos_token_ids)
     text: Any = config.get("text_config")
-    sources: list[Any] = [hf.eos_token_id, config.get("eos_token_id")]
-    if isinstance(text, Mapping):
-        sources.append(text.get("eos_token_id"))  # pyright: ignore[reportUnknownMemberType]
-    for source in sources:
-        if isinstance(source, int):
-            found.add(source)
-        elif isinstance(source, list | tuple):
-            found.update(int(token) for token in source)  # pyright: ignore[reportUnknownVariableType]
-    return frozenset(found)
+    in_text: Any = text.get("eos_token_id") if isinstance(text, Mapping) else None
+    sources = [hf.eos_token_id, config.get("eos_token_id"), in_text]
+    return frozenset(wrapper.eos_token_ids).union(*map(token_ids, sources))
+
+
+def token_ids(value: Any) -> frozenset[int]:
+    """The ids of a config's entry, which is one id, a list of them, or missing."""
+    if value is None:
+        return frozenset()
+    values: Any = value if isinstance(value, list | tuple) else [value]
+    return frozenset(int(token) for token in values)

@@ -1,0 +1,68 @@
+"""A real model: batched answers of SmolLM2 are those of mlx-lm's own loop, token for token."""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.generate import generate_step
+
+from treadle_core import Engine, EngineConfig, Request, SamplingParams, collect
+from treadle_core.mlx_runtime.gguf import find_demo_model, load_gguf
+from treadle_core.mlx_runtime.load import make_runner
+from treadle_core.mlx_runtime.tokenizer import ModelTokenizer
+from treadle_core.pacing import FixedChunk
+
+CLEAR_GAP = 1e-3
+NUM_TOKENS = {
+    "The capital of France is": 24,
+    "Once upon a time, at the edge of a dark forest, there lived": 32,
+    "def fibonacci(n):": 8,
+    "1, 2, 3,": 12,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_greedy_answers_that_join_and_leave_equal_the_plain_loop() -> None:
+    path = find_demo_model()
+    if path is None:
+        pytest.skip("the demo package is not installed")
+    model, wrapper, config = load_gguf(path, dequantize=True)
+    tokenizer = ModelTokenizer(wrapper, config)
+    requests = [
+        Request(
+            id=text,
+            prompt=tuple(tokenizer.encode(text)),
+            params=SamplingParams(temperature=0.0, max_tokens=num, ignore_eos=True),
+        )
+        for text, num in NUM_TOKENS.items()
+    ]
+    engine = Engine(
+        make_runner(model, config),
+        config=EngineConfig(max_num_seqs=3, max_num_batched_tokens=256),
+        chunk=FixedChunk(5),
+    )
+
+    events: list[Any] = []
+    for request in requests:
+        engine.add(request)
+        events += [*engine.step(), *engine.step(), *engine.step()]
+    while engine.has_work:
+        events += engine.step()
+    together = collect(events)
+    alone = {r.id: plain_loop(model, r.prompt, NUM_TOKENS[r.id]) for r in requests}
+
+    clear = [name for name, (_, gap) in alone.items() if gap > CLEAR_GAP]
+    assert len(clear) >= len(requests) - 1
+    for name in clear:
+        assert together[name, 0].tokens == alone[name][0]
+
+
+def plain_loop(model: nn.Module, prompt: Any, num_tokens: int) -> tuple[list[int], float]:
+    """mlx-lm's greedy answer, and how close the second best token ever came."""
+    steps = list(generate_step(mx.array(prompt), model, max_tokens=num_tokens))
+    logprobs = np.stack([np.array(logprobs) for _, logprobs in steps])
+    second, best = np.sort(logprobs, axis=-1)[:, -2:].T
+    return [token for token, _ in steps], float((best - second).min())

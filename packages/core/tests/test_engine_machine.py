@@ -1,0 +1,373 @@
+"""Any sequence of requests, aborts, faults and time leaves an engine consistent and its answers right."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import event, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec.structs import replace
+
+from treadle_core.engine import Engine, EngineConfig
+from treadle_core.errors import DuplicateRequest, InvalidRequest, OutOfMemory, QueueFull
+from treadle_core.events import Event, Failed, Finished, Progress, TokenOut
+from treadle_core.plan import Key
+from treadle_core.request import Request, SamplingParams
+from treadle_core.testing import (
+    SMALL_SPEC,
+    ByteTokenizer,
+    EventChecker,
+    Fault,
+    ManualClock,
+    ScriptedConstraint,
+    ScriptedRunner,
+    WrongPlan,
+    hashed,
+)
+from treadle_core.testing.fakes import END
+
+MARK = ord("Z")
+ROW_MARK = ord("Y")
+MOST_STEPS = 5_000
+
+SCRIPT = hashed(40)
+
+
+def letters(tokens: Sequence[int]) -> int:
+    """One of five letters, and the end token now and then."""
+    value = SCRIPT(tokens)
+    return END if value == 0 else ord("a") + value % 5
+
+
+def make_prompt(length: int, variant: int, mark: int | None) -> tuple[int, ...]:
+    body = [ord("a") + (i * i + variant * (i + 1)) % 5 for i in range(length)]
+    return (*body, mark) if mark is not None else tuple(body)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a request gets that runs to its end."""
+
+    tokens: list[int]
+    text: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class HostCode:
+    """Code that a request brings along.
+
+    Attributes:
+        fails_after: Tokens after which its processor raises.
+        completes_after: Tokens after which its constraint is complete.
+    """
+
+    fails_after: int | None = None
+    completes_after: int | None = None
+
+    def processors(self, prompt: tuple[int, ...]) -> tuple[Callable[..., Any], ...]:
+        def watch(tokens: Sequence[int], logits: Any) -> Any:
+            assert list(tokens) == unbounded(prompt, len(tokens))
+            if len(tokens) == self.fails_after:
+                raise ValueError("a processor's own mistake")
+            return logits
+
+        return (watch,) if self.completes_after is None else ()
+
+    def constraint(self) -> Callable[[], Any] | None:
+        if self.completes_after is None:
+            return None
+        return lambda: ScriptedConstraint(complete_after=self.completes_after)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A request and what its prompt was made of."""
+
+    request: Request
+    host: HostCode | None
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        assert isinstance(self.request.prompt, tuple)
+        return self.request.prompt
+
+    def expected(self) -> Expected:
+        params, output = self.request.params, list[int]()
+        while True:
+            token = letters([*self.prompt, *output])
+            early = len(output) < params.min_tokens and not params.ignore_eos
+            output.append(0 if token == END and early else token)
+            if output[-1] == END and not params.ignore_eos:
+                return Expected(output, text_of(output), "stop")
+            text = text_of(output)
+            ends = [text.find(stop) for stop in params.stop if stop in text]
+            if ends:
+                return Expected(output, text[: min(ends)], "stop")
+            if self.host is not None and len(output) == self.host.completes_after:
+                return Expected(output, text, "stop")
+            if len(output) == params.max_tokens:
+                return Expected(output, text, "length")
+
+
+def unbounded(prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+    output: list[int] = []
+    for _ in range(num_tokens):
+        output.append(letters([*prompt, *output]))
+    return output
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    return ByteTokenizer().decode(tokens)
+
+
+def row_fails(key: Key, tokens: Sequence[int]) -> str | None:
+    return "its logits are not finite" if ROW_MARK in tokens else None
+
+
+lengths = st.sampled_from([1, 2, 3, 5, 12, 30, 62, 63, 64, 65, 100, 127, 129, 190])
+marks = st.sampled_from([None] * 6 + [MARK, ROW_MARK])
+# Long ones cross into the next group of rows while they decode.
+prompts = st.one_of(
+    st.builds(make_prompt, lengths, st.integers(0, 9), marks),
+    st.builds(make_prompt, st.sampled_from([2030, 2047]), st.integers(0, 1), st.none()),
+    st.builds(make_prompt, lengths, st.integers(0, 9), marks),
+)
+ids = st.sampled_from(["a", "b", "c", "d", "e"])
+max_tokens = st.sampled_from([1, 2, 3, 5, 20, 40, 70, 100])
+parameters = st.one_of(
+    st.builds(SamplingParams, max_tokens=max_tokens, ignore_eos=st.just(True)),
+    st.builds(SamplingParams, max_tokens=max_tokens),
+    st.builds(SamplingParams, max_tokens=max_tokens, stop=st.sampled_from([("ab",), ("ca", "bb")])),
+    st.builds(SamplingParams, max_tokens=st.just(100), min_tokens=st.sampled_from([1, 30, 90])),
+)
+host_codes = st.one_of(
+    st.none(),
+    st.none(),
+    st.builds(HostCode, fails_after=st.sampled_from([None, 0, 3, 30])),
+    st.builds(HostCode, completes_after=st.sampled_from([1, 4, 25])),
+)
+configs = st.builds(
+    EngineConfig,
+    max_num_seqs=st.integers(1, 5),
+    max_queue=st.integers(1, 8),
+    max_num_batched_tokens=st.sampled_from([6, 7, 16, 300, 8192]),
+    prefill_step_size=st.sampled_from([4, 16, 128, 2048]),
+    chunked_prefill_tokens=st.sampled_from([0, 1, 4, 32]),
+    max_decode_stall_ms=st.sampled_from([5.0, None]),
+    policy=st.sampled_from(["fcfs", "priority"]),
+    # 512 bytes are 64 tokens.
+    kv_memory_bytes=st.sampled_from([None, None, 512 * 4, 512 * 6, 512 * 7, 512 * 9, 512 * 20]),
+)
+fault_lists = st.one_of(
+    st.just([]),
+    st.builds(
+        lambda where, skip: [Fault(where=where, skip=skip)],
+        st.sampled_from(["submit", "wait"]),
+        st.integers(0, 30),
+    ),
+    st.builds(
+        lambda where, skip: [Fault(where=where, skip=skip, times=None, marked=MARK)],
+        st.sampled_from(["submit", "wait"]),
+        st.integers(0, 5),
+    ),
+)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    @initialize(config=configs, batched=st.booleans(), faults=fault_lists)
+    def start(self, config: EngineConfig, batched: bool, faults: list[Fault]) -> None:
+        self.config = config
+        self.clock = ManualClock(100.0)
+        self.runner = ScriptedRunner(
+            letters,
+            spec=replace(SMALL_SPEC, batched=batched),
+            faults=faults,
+            row_fails=row_fails,
+            clock=self.clock,
+            prefill_cost=lambda num_tokens: 0.004 + 0.001 * num_tokens,
+            decode_cost=lambda num_rows: 0.01,
+            budget_bytes=config.kv_memory_bytes,
+        )
+        self.engine = Engine(
+            self.runner, tokenizer=ByteTokenizer(), config=config, clock=self.clock
+        )
+        self.checker = EventChecker()
+        self.cases: dict[str, Case] = {}
+        self.aborted: set[str] = set()
+        self.deadlines: dict[str, float] = {}
+        self.num_accepted = 0
+
+    @rule(
+        id=ids,
+        prompt=prompts,
+        params=parameters,
+        n=st.sampled_from([1, 1, 1, 2, 3]),
+        priority=st.integers(-2, 2),
+        deadline=st.sampled_from([None] * 12 + [0.05, 2.0]),
+        host=host_codes,
+    )
+    def add(
+        self,
+        id: str,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        n: int,
+        priority: int,
+        deadline: float | None,
+        host: HostCode | None,
+    ) -> None:
+        if host is not None:
+            params = replace(params, min_tokens=0, ignore_eos=True)
+        request = Request(
+            id=id,
+            prompt=prompt,
+            params=params,
+            n=n,
+            priority=priority,
+            deadline=deadline,
+            logits_processors=host.processors(prompt) if host else (),
+            constraint=host.constraint() if host else None,
+        )
+        waiting = self.engine.stats().num_waiting
+        refusal = self.refusal(request, waiting)
+        if refusal is not None:
+            with pytest.raises(refusal):
+                self.engine.add(request)
+            assert self.engine.stats().num_waiting == waiting
+            return
+        self.engine.add(request)
+        # A predecessor's events come first.
+        self.deliver()
+        self.checker.accepted(request)
+        self.cases[id] = Case(request, host)
+        self.aborted.discard(id)
+        if deadline is not None:
+            self.deadlines[id] = self.clock.now() + deadline
+        self.num_accepted += n
+
+    @precondition(lambda self: self.engine.has_work)
+    @rule(id=ids)
+    def abort(self, id: str) -> None:
+        unfinished = self.is_unfinished(id)
+        self.aborted.add(id)
+        assert self.engine.abort(id) == unfinished
+        assert not self.engine.abort(id)
+
+    @precondition(lambda self: self.engine.has_work)
+    @rule(times=st.sampled_from([1, 1, 2, 3, 10, 30]))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            self.advance()
+
+    @rule(seconds=st.sampled_from([0.01, 0.2]))
+    def wait(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        self.engine.check_integrity()
+        stats = self.engine.stats()
+        assert stats.num_waiting + stats.num_running + stats.num_finished == self.num_accepted
+        assert stats.num_running <= self.config.max_num_seqs
+        assert stats.num_waiting <= self.config.max_queue + self.config.max_num_seqs
+        budget = self.config.kv_memory_bytes
+        assert budget is None or stats.kv_bytes <= budget
+
+    def teardown(self) -> None:
+        if sys.exc_info()[0] is not None:
+            return  # a rule failed, that is enough
+        for _ in range(MOST_STEPS):
+            if not self.engine.has_work:
+                break
+            self.advance()
+            self.nothing_is_lost()
+        self.checker.finish()
+        assert not self.engine.has_work
+        assert self.runner.num_live == 0
+        assert self.engine.stats().num_waiting == self.engine.stats().num_running == 0
+        assert self.engine.close() == []
+
+    def advance(self) -> None:
+        if not self.engine.has_work:
+            return
+        try:
+            events = self.engine.step()
+        except WrongPlan as error:
+            raise AssertionError(str(error)) from error
+        self.check(events)
+
+    def deliver(self) -> None:
+        """Take events that are due already, without letting the engine go on."""
+        events, self.engine._events = self.engine._events, []
+        self.check(events)
+
+    def check(self, events: list[Event]) -> None:
+        self.checker.feed(events)
+        for one in events:
+            match one:
+                case Finished():
+                    self.check_finished(one)
+                case Failed():
+                    self.check_failed(one)
+                case Progress():
+                    assert one.total == len(self.cases[one.request_id].prompt)
+                case TokenOut():
+                    pass
+
+    def check_finished(self, finished: Finished) -> None:
+        key, case = (finished.request_id, finished.index), self.cases[finished.request_id]
+        expected = case.expected()
+        assert finished.usage.prompt_tokens == len(case.prompt)
+        event(f"finished with {finished.reason}, preempted: {finished.usage.preemptions > 0}")
+        if finished.reason == "abort":
+            assert finished.request_id in self.aborted
+            self.check_prefix(key, expected.tokens)
+            return
+        assert self.checker.tokens[key] == expected.tokens
+        assert self.checker.text[key] == expected.text
+        assert finished.reason == expected.reason
+        assert ROW_MARK not in case.prompt
+
+    def check_failed(self, failed: Failed) -> None:
+        key, case = (failed.request_id, failed.index), self.cases[failed.request_id]
+        event(f"failed with {failed.code}")
+        self.check_prefix(key, case.expected().tokens)
+        if failed.code == "deadline_exceeded":
+            assert self.clock.now() >= self.deadlines[failed.request_id]
+        elif failed.code == "out_of_memory":
+            assert not self.fits_alone(len(case.prompt) + len(self.checker.tokens[key]))
+        else:
+            assert failed.code == "step_failed"
+            by_host = case.host is not None and case.host.fails_after is not None
+            assert MARK in case.prompt or ROW_MARK in case.prompt or by_host
+
+    def check_prefix(self, key: Key, tokens: list[int]) -> None:
+        found = self.checker.tokens[key]
+        assert found == tokens[: len(found)]
+
+    def refusal(self, request: Request, waiting: int) -> type[Exception] | None:
+        """Why the engine must not accept a request now."""
+        assert isinstance(request.prompt, tuple)
+        if self.is_unfinished(request.id):
+            return DuplicateRequest
+        if request.n > self.config.max_queue:
+            return InvalidRequest
+        if not self.fits_alone(len(request.prompt) + 1):
+            return OutOfMemory
+        if waiting + request.n > self.config.max_queue:
+            return QueueFull
+        return None
+
+    def fits_alone(self, length: int) -> bool:
+        return self.engine.scheduler.layout.fits_alone(length)
+
+    def is_unfinished(self, id: str) -> bool:
+        return id in self.engine._unfinished
+
+
+TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

@@ -1,0 +1,7 @@
+"""``python -m treadle_server``."""
+
+import sys
+
+from treadle_server.cli import main
+
+sys.exit(main())

@@ -1,0 +1,111 @@
+"""The application: routes, what stands before them, and what becomes of errors."""
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from treadle_core import AsyncEngine, SystemClock, TreadleError
+from treadle_core.ports import Clock
+from treadle_server.errors import reply_to, reply_to_status
+from treadle_server.health import HealthRoutes, Watch
+from treadle_server.http import CLIENT_LEFT, ApiKey, Surprises, beside, error_response
+from treadle_server.openai.chat import ChatCompletions
+from treadle_server.openai.completions import Completions
+from treadle_server.openai.models import Models
+from treadle_server.serving import Serving
+from treadle_server.settings import ServeConfig
+
+OPEN_PATHS = frozenset({"/health"})
+
+Handler = Callable[[Request, Exception], Awaitable[Response]]
+
+
+def create_app(
+    engine: AsyncEngine, config: ServeConfig | None = None, *, clock: Clock | None = None
+) -> Starlette:
+    """An application that serves ``engine``. Any number of them may exist.
+
+    Its lifespan enters the engine, which loads the model, and leaves it. Its state has the
+    ``dispatcher``, through which whoever stops the server can end what still runs.
+
+    Args:
+        engine: Not entered yet.
+        config: What the server was told; the parts about loading are for whoever made the engine.
+        clock: Time, for the watch over the engine.
+    """
+    config = config or ServeConfig()
+    serving = Serving(engine, config)
+    watch = Watch(engine, clock or SystemClock(), config.http.stall_seconds)
+    app = Starlette(
+        routes=make_routes(serving, watch),
+        middleware=make_middleware(config.http.api_key),
+        exception_handlers=make_handlers(),
+        lifespan=make_lifespan(serving, watch),
+    )
+    app.router.redirect_slashes = False
+    app.state.dispatcher = serving.dispatcher
+    return app
+
+
+def make_routes(serving: Serving, watch: Watch) -> list[Route]:
+    """All paths."""
+    health, models = HealthRoutes(watch), Models(serving)
+    chat, completions = ChatCompletions(serving), Completions(serving)
+    return [
+        Route("/health", health.health),
+        Route("/ready", health.ready),
+        Route("/v1/models", models.get_all),
+        Route("/v1/models/{id:path}", models.get_one),
+        Route("/v1/chat/completions", chat.post, methods=["POST"]),
+        Route("/v1/completions", completions.post, methods=["POST"]),
+    ]
+
+
+def make_middleware(api_key: str | None) -> list[Middleware]:
+    """What every request passes first."""
+    surprises = [Middleware(Surprises)]
+    if api_key is None:
+        return surprises
+    return [*surprises, Middleware(ApiKey, key=api_key, open_paths=OPEN_PATHS)]
+
+
+def make_handlers() -> dict[int | type[Exception], Handler]:
+    """What becomes of exceptions that a route raises."""
+
+    async def foreseen(http: Request, error: Exception) -> Response:
+        assert isinstance(error, TreadleError)
+        return error_response(reply_to(error))
+
+    async def refused(http: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        detail = f"{error.detail}: {http.method} {http.url.path}"
+        response = error_response(reply_to_status(error.status_code, detail))
+        response.headers.update(error.headers or {})
+        return response
+
+    async def left(http: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_LEFT)
+
+    return {TreadleError: foreseen, HTTPException: refused, ClientDisconnect: left}
+
+
+def make_lifespan(
+    serving: Serving, watch: Watch
+) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
+    """What surrounds the serving of requests."""
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncGenerator[None]:
+        async with serving.engine:
+            # Raises now, not at the first request, if the tokenizer cannot serve chats.
+            _ = serving.tokenizer
+            async with beside(watch.run):
+                yield
+
+    return lifespan

@@ -1,0 +1,152 @@
+"""The command ``treadle``."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from treadle_core import InvalidRequest, TreadleError, Unsupported
+from treadle_server import compose
+from treadle_server.options import (
+    RUN_OPTIONS,
+    SERVE_OPTIONS,
+    Values,
+    add_options,
+    from_file,
+    from_flags,
+    run_config,
+    serve_config,
+)
+from treadle_server.run import run
+from treadle_server.serve import listener, serve
+
+OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status.
+
+    Args:
+        arguments: Those of the command line; None takes the process's.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    # What follows "bench engine" is the benchmark's own.
+    own = 2 if words[:1] == ["bench"] else len(words)
+    given = make_parser().parse_args(words[:own])
+    try:
+        return COMMANDS[given.command](given, words[own:])
+    except TreadleError as error:
+        print(f"treadle: {error}", file=sys.stderr)
+        return MISUSED if isinstance(error, InvalidRequest | Unsupported) else FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command's parser."""
+    parser = argparse.ArgumentParser(
+        prog="treadle", description="Serve and run language models on MLX.", allow_abbrev=False
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    serving = commands.add_parser(
+        "serve", help="serve a model over HTTP, with OpenAI's interface", allow_abbrev=False
+    )
+    serving.add_argument("positional_model", nargs="?", metavar="MODEL", help="as --model")
+    serving.add_argument("--config", type=Path, metavar="FILE.toml", help="options by their names")
+    add_options(serving, SERVE_OPTIONS)
+    running = commands.add_parser(
+        "run", help="answer one prompt; greedy, unless told otherwise", allow_abbrev=False
+    )
+    running.add_argument("prompt", metavar="PROMPT", help='what to answer; "-" reads stdin')
+    add_options(running, RUN_OPTIONS)
+    bench = commands.add_parser("bench", help="measure", allow_abbrev=False, add_help=False)
+    bench.add_argument("what", choices=["engine"], help="what to measure")
+    return parser
+
+
+def serve_command(given: argparse.Namespace, rest: Sequence[str]) -> int:
+    """``treadle serve``.
+
+    Raises:
+        TreadleError: An option cannot be honoured, or the model not be loaded.
+        KeyboardInterrupt: It was ended by Ctrl-C.
+    """
+    flags = vars(given)
+    values: Values = {}
+    if given.config is not None:
+        values |= from_file(given.config, SERVE_OPTIONS)
+    values |= from_flags(with_positional(flags), SERVE_OPTIONS)
+    config = serve_config(values)
+    prepare_libraries(offline=config.model.offline)
+    with listener(config.http.host, config.http.port) as bound:
+        config = compose.with_served_name(config)
+        serve(config, compose.serving_engine(config), bound)
+    return OK
+
+
+def with_positional(flags: Values) -> Values:
+    """``flags`` with the model, wherever it was said.
+
+    Raises:
+        Unsupported: It was said twice, differently.
+    """
+    positional = flags.get("positional_model")
+    if positional is None:
+        return flags
+    if flags.get("model", positional) != positional:
+        raise Unsupported(f"two models are given: {positional} and {flags['model']}")
+    return {**flags, "model": positional}
+
+
+def run_command(given: argparse.Namespace, rest: Sequence[str]) -> int:
+    """``treadle run``.
+
+    Raises:
+        TreadleError: An option cannot be honoured, or the prompt not be answered.
+        KeyboardInterrupt: It was ended by Ctrl-C.
+    """
+    config = run_config(from_flags(vars(given), RUN_OPTIONS), read_prompt(given.prompt))
+    prepare_libraries(offline=config.model.offline)
+    engine = compose.open_engine(config.model, config.engine, config.memory)
+    try:
+        run(engine, config.run, sys.stdout, sys.stderr)
+    except BrokenPipeError:
+        # Whoever read has seen enough; the interpreter must not try to flush to it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    finally:
+        engine.close()
+    return OK
+
+
+def read_prompt(argument: str) -> str:
+    """The prompt: the argument itself, or all of stdin.
+
+    Raises:
+        InvalidRequest: It is not UTF-8.
+    """
+    spelled = sys.stdin.buffer.read() if argument == "-" else os.fsencode(argument)
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest("prompt", spelled[error.start : error.end], "UTF-8") from None
+
+
+def bench_command(given: argparse.Namespace, rest: Sequence[str]) -> int:
+    """``treadle bench engine``."""
+    return compose.engine_bench()(list(rest))
+
+
+def prepare_libraries(*, offline: bool) -> None:
+    """Tell the Hub's code and transformers, which are not imported yet, how to behave.
+
+    Args:
+        offline: Whether the Hub must not be asked.
+    """
+    # Its warning about a long prompt would stand before our own sentence about it.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if offline:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+COMMANDS = {"serve": serve_command, "run": run_command, "bench": bench_command}

@@ -1,0 +1,77 @@
+"""``POST /v1/chat/completions``."""
+
+import time
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from treadle_core import Request
+from treadle_server.http import read_body
+from treadle_server.openai.answering import Answering
+from treadle_server.openai.messages import check_chat, render
+from treadle_server.openai.sampling import (
+    chat_params,
+    check_offered,
+    deadline,
+    either,
+    include_usage,
+)
+from treadle_server.openai.schema import CHAT, ChatRequest
+from treadle_server.openai.shapes import ChatShape, Header
+from treadle_server.serving import Serving, new_id
+from treadle_server.validation import decode
+
+
+class ChatCompletions:
+    """Answers chats.
+
+    Args:
+        serving: The engine and its settings.
+    """
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+
+    async def post(self, http: HttpRequest) -> Response:
+        """The answers to a chat, whole or as a stream.
+
+        Raises:
+            TreadleError: The request cannot be served; the application writes the reply.
+        """
+        serving = self._serving
+        wire = decode(CHAT, await read_body(http, serving.config.http.max_body_bytes))
+        header = Header(
+            id=new_id("chatcmpl"),
+            created=int(time.time()),
+            model=serving.model_name(wire.model),
+            usage=include_usage(wire),
+        )
+        request = await self._request(wire, header.id)
+        return Answering(
+            serving.dispatcher,
+            [request],
+            ChatShape(header, serving.token_names, logprobs=request.params.logprobs),
+            stream=bool(wire.stream),
+            usage=header.usage,
+            interval=serving.config.http.stream_interval,
+            heartbeat_seconds=serving.config.http.heartbeat_seconds,
+        )
+
+    async def _request(self, wire: ChatRequest, request_id: str) -> Request:
+        serving, defaults = self._serving, self._serving.config.defaults
+        check_offered(wire, priorities=serving.priorities)
+        check_chat(wire)
+        params = chat_params(wire, defaults)
+        n = either(wire.n, 1)
+        serving.check_answers("n", n)
+        arguments = {**defaults.default_chat_template_kwargs, **(wire.chat_template_kwargs or {})}
+        tokenizer = serving.tokenizer
+        prompt = await serving.text_work(lambda: render(tokenizer, wire, arguments))
+        return Request(
+            id=request_id,
+            prompt=serving.check_size(prompt),
+            params=params,
+            n=n,
+            priority=wire.priority or 0,
+            deadline=deadline(wire, defaults),
+        )

@@ -1,0 +1,136 @@
+"""``POST /v1/completions``."""
+
+import time
+from collections.abc import Sequence
+from typing import TypeGuard
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from treadle_core import InvalidRequest, Request
+from treadle_server.errors import NotOffered
+from treadle_server.http import read_body
+from treadle_server.openai.answering import Answering
+from treadle_server.openai.sampling import (
+    check_offered,
+    completion_params,
+    deadline,
+    either,
+    include_usage,
+)
+from treadle_server.openai.schema import COMPLETION, CompletionRequest
+from treadle_server.openai.shapes import CompletionShape, Header
+from treadle_server.serving import Serving, new_id
+from treadle_server.tokenizer import ChatTokenizer
+from treadle_server.validation import decode
+
+Prompt = str | tuple[int, ...]
+
+
+class Completions:
+    """Continues texts.
+
+    Args:
+        serving: The engine and its settings.
+    """
+
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
+
+    async def post(self, http: HttpRequest) -> Response:
+        """The continuations of one or several prompts, whole or as a stream.
+
+        Raises:
+            TreadleError: The request cannot be served; the application writes the reply.
+        """
+        serving = self._serving
+        wire = decode(COMPLETION, await read_body(http, serving.config.http.max_body_bytes))
+        header = Header(
+            id=new_id("cmpl"),
+            created=int(time.time()),
+            model=serving.model_name(wire.model),
+            usage=include_usage(wire),
+        )
+        requests = await self._requests(wire, header.id)
+        logprobs = requests[0].params.logprobs
+        return Answering(
+            serving.dispatcher,
+            requests,
+            CompletionShape(header, serving.token_names, logprobs=logprobs),
+            stream=bool(wire.stream),
+            usage=header.usage,
+            interval=serving.config.http.stream_interval,
+            heartbeat_seconds=serving.config.http.heartbeat_seconds,
+        )
+
+    async def _requests(self, wire: CompletionRequest, request_id: str) -> list[Request]:
+        serving, defaults = self._serving, self._serving.config.defaults
+        check_offered(wire, priorities=serving.priorities)
+        check_completion(wire)
+        params = completion_params(wire, defaults)
+        prompts = split(wire.prompt)
+        n = either(wire.n, 1)
+        serving.check_answers("prompt", len(prompts) * n)
+        tokenizer = serving.tokenizer
+        encoded = await serving.text_work(lambda: [encode(tokenizer, text) for text in prompts])
+        return [
+            Request(
+                id=request_id if number == 0 else f"{request_id}-{number}",
+                prompt=serving.check_size(prompt),
+                params=params,
+                n=n,
+                priority=wire.priority or 0,
+                deadline=deadline(wire, defaults),
+            )
+            for number, prompt in enumerate(encoded)
+        ]
+
+
+def check_completion(wire: CompletionRequest) -> None:
+    """Refuse what a completion asks for and nobody does here.
+
+    Raises:
+        NotOffered: With the field.
+    """
+    if wire.echo:
+        raise NotOffered("echo", "the prompt in the answer")
+    if wire.suffix:
+        raise NotOffered("suffix", "text insertion")
+    if wire.best_of is not None and wire.best_of != either(wire.n, 1):
+        raise NotOffered("best_of", "a choice among more answers than n")
+
+
+def split(prompt: str | Sequence[str | int | list[int]]) -> list[Prompt]:
+    """The prompts of a request: one or several texts, or one or several lists of token ids.
+
+    Raises:
+        InvalidRequest: There is none, or they are mixed.
+    """
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise InvalidRequest("prompt", prompt, "at least one token")
+    if all_tokens(prompt):
+        return [tuple(prompt)]
+    texts: list[Prompt] = [item for item in prompt if isinstance(item, str)]
+    lists: list[Prompt] = [tuple(item) for item in prompt if isinstance(item, list)]
+    if len(prompt) not in (len(texts), len(lists)):
+        raise InvalidRequest("prompt", prompt, "texts only, token ids only, or lists of them only")
+    return texts or lists
+
+
+def all_tokens(prompt: Sequence[str | int | list[int]]) -> TypeGuard[Sequence[int]]:
+    """Whether a prompt is one list of token ids."""
+    return all(isinstance(item, int) for item in prompt)
+
+
+def encode(tokenizer: ChatTokenizer, prompt: Prompt) -> tuple[int, ...]:
+    """A prompt's token ids.
+
+    Raises:
+        InvalidRequest: It has none.
+    """
+    tokens = tuple(tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
+    if not tokens:
+        raise InvalidRequest("prompt", prompt, "at least one token")
+    return tokens

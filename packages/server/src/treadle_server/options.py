@@ -1,0 +1,301 @@
+"""Options of the command line and of the configuration file: one table says them all.
+
+An option is a field of one of the settings' Structs. Its type, its default and its limits are the
+field's; here are its name, its help, and who takes it.
+"""
+
+import argparse
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import NODEFAULT, Struct
+
+from treadle_core import EngineConfig, InvalidRequest, Unsupported
+from treadle_server.settings import (
+    HttpConfig,
+    MemoryConfig,
+    ModelConfig,
+    RequestDefaults,
+    RunConfig,
+    RunOptions,
+    ServeConfig,
+)
+from treadle_server.validation import expected
+
+C = TypeVar("C", bound=Struct)
+
+Values = dict[str, Any]
+
+
+class Option(NamedTuple):
+    """One option.
+
+    Attributes:
+        owner: The Struct whose field it is.
+        field: The field; the option's name too.
+        help: What it does.
+        metavar: How its value is called; None for a switch.
+        many: Whether it may be given several times.
+    """
+
+    owner: type[Struct]
+    field: str
+    help: str
+    metavar: str | None = None
+    many: bool = False
+
+    @property
+    def flag(self) -> str:
+        """Its spelling on the command line, and with or without dashes in a file."""
+        return "--" + self.field.replace("_", "-")
+
+
+MODEL = (
+    Option(
+        ModelConfig,
+        "model",
+        "GGUF file, directory or Hub repository; without it the demo model, if it is installed",
+        "MODEL",
+    ),
+    Option(ModelConfig, "adapter_path", "LoRA adapters to apply", "DIR"),
+    Option(ModelConfig, "trust_remote_code", "run Python code that comes with the checkpoint"),
+    Option(ModelConfig, "offline", "never ask the Hugging Face Hub"),
+    Option(
+        ModelConfig,
+        "max_kv_size",
+        "most tokens whose keys and values a sequence keeps; 0 keeps all",
+        "N",
+    ),
+    Option(MemoryConfig, "kv_memory_mb", "mebibytes for live keys and values", "MB"),
+    Option(
+        MemoryConfig,
+        "gpu_memory_utilization",
+        "share of the device's memory to use, weights included (0.9)",
+        "SHARE",
+    ),
+    Option(EngineConfig, "context_length", "most tokens of prompt and answer", "N"),
+    Option(EngineConfig, "prefill_step_size", "most prompt tokens of a sequence in a step", "N"),
+)
+
+ENGINE = (
+    Option(EngineConfig, "max_num_seqs", "most sequences that run at once", "N"),
+    Option(EngineConfig, "max_queue", "most sequences that wait; one more gets a 429", "N"),
+    Option(EngineConfig, "max_num_batched_tokens", "most tokens of a step", "N"),
+    Option(
+        EngineConfig,
+        "chunked_prefill_tokens",
+        "prompt tokens per step while others decode; 0 adapts to --max-decode-stall-ms",
+        "N",
+    ),
+    Option(
+        EngineConfig,
+        "max_decode_stall_ms",
+        "how much longer prefill may make a step of decoding",
+        "MS",
+    ),
+    Option(EngineConfig, "policy", "order of the queue: fcfs or priority", "POLICY"),
+)
+
+SERVER = (
+    Option(HttpConfig, "host", "address to listen on", "ADDRESS"),
+    Option(HttpConfig, "port", "port to listen on; 0 lets the system choose", "PORT"),
+    Option(
+        HttpConfig,
+        "served_model_name",
+        "name for clients to use; may be given several times (the checkpoint's name)",
+        "NAME",
+        many=True,
+    ),
+    Option(HttpConfig, "api_key", "key that clients must present, but for /health", "KEY"),
+    Option(HttpConfig, "max_body_bytes", "longest accepted request body", "BYTES"),
+    Option(HttpConfig, "stream_interval", "tokens per streamed chunk", "N"),
+    Option(
+        HttpConfig,
+        "stall_seconds",
+        "after so long without a step, with work waiting, /ready says 503",
+        "SECONDS",
+    ),
+    Option(HttpConfig, "log_level", "debug, info, warning or error", "LEVEL"),
+    Option(RequestDefaults, "max_tokens", "tokens of an answer, if the request does not say", "N"),
+    Option(RequestDefaults, "max_request_tokens", "most tokens a request may ask for", "N"),
+    Option(
+        RequestDefaults,
+        "timeout",
+        "seconds until a request fails, if it does not say; 0 is never",
+        "SECONDS",
+    ),
+    *(
+        Option(RequestDefaults, f"default_{name}", f"{name}, if the request does not say", metavar)
+        for name, metavar in (
+            ("temperature", "T"),
+            ("top_p", "P"),
+            ("top_k", "K"),
+            ("min_p", "P"),
+            ("presence_penalty", "X"),
+            ("repetition_penalty", "X"),
+            ("chat_template_kwargs", "JSON"),
+        )
+    ),
+)
+
+RUN = (
+    Option(RunOptions, "system", "system message before the prompt", "TEXT"),
+    Option(RunOptions, "raw", "continue the prompt as text, without the chat template"),
+    Option(RunOptions, "max_tokens", "most tokens to generate", "N"),
+    Option(RunOptions, "temperature", "0 takes the likeliest token, so runs can be repeated", "T"),
+    Option(RunOptions, "top_p", "sample from the likeliest tokens of this probability", "P"),
+    Option(RunOptions, "top_k", "sample from so many of the likeliest tokens; 0 is all", "K"),
+    Option(RunOptions, "seed", "makes sampling repeatable", "N"),
+    Option(RunOptions, "stop", "text that ends the answer; repeatable", "TEXT", many=True),
+)
+
+SERVE_OPTIONS = (*MODEL, *ENGINE, *SERVER)
+RUN_OPTIONS = (*MODEL, *RUN)
+
+# Each of a pair would make the other one mean nothing; a zero of the first is as if it were absent.
+EXCLUSIVE = (("chunked_prefill_tokens", "max_decode_stall_ms"),)
+
+
+def add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> None:
+    """Let ``parser`` take ``options``; one that is not given is absent from the result."""
+    for option in options:
+        if option.metavar is None:
+            parser.add_argument(
+                option.flag, action="store_true", default=argparse.SUPPRESS, help=option.help
+            )
+            continue
+        parser.add_argument(
+            option.flag,
+            action="append" if option.many else "store",
+            metavar=option.metavar,
+            default=argparse.SUPPRESS,
+            help=option.help + shown_default(option),
+        )
+
+
+def shown_default(option: Option) -> str:
+    """What the help says about the default, if there is something to say."""
+    default = field_of(option).default
+    return "" if default in (None, "", NODEFAULT) else f" ({default})".replace("%", "%%")
+
+
+def field_of(option: Option) -> Any:
+    """The Struct's field behind an option."""
+    return next(f for f in msgspec.structs.fields(option.owner) if f.name == option.field)
+
+
+def from_flags(given: Mapping[str, Any], options: Sequence[Option]) -> Values:
+    """Values from the command line, of their fields' types.
+
+    Raises:
+        InvalidRequest: One cannot be read as its type.
+    """
+    return {
+        option.field: from_text(option, given[option.field])
+        for option in options
+        if option.field in given
+    }
+
+
+def from_text(option: Option, text: Any) -> Any:
+    """An option's value from its text.
+
+    Raises:
+        InvalidRequest: It cannot be read as its type.
+    """
+    if option.metavar == "JSON":
+        try:
+            text = msgspec.json.decode(text)
+        except msgspec.DecodeError as error:
+            raise InvalidRequest(option.flag, text, f"JSON ({error})") from None
+    return typed(option, text, option.flag, strict=False)
+
+
+def typed(option: Option, value: Any, name: str, *, strict: bool) -> Any:
+    """A value as the type of the option's field.
+
+    Raises:
+        InvalidRequest: It is of another type.
+    """
+    try:
+        return msgspec.convert(value, field_of(option).type, strict=strict)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(name, value, expected(str(error))) from None
+
+
+def from_file(path: Path, options: Sequence[Option]) -> Values:
+    """Values from a TOML file, whose keys are the options' names.
+
+    Raises:
+        InvalidRequest: A key or its value is not an option's.
+        Unsupported: The file cannot be read.
+    """
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise Unsupported(f"--config: {path}: {error}") from None
+    known = {option.field: option for option in options}
+    values: Values = {}
+    for key, value in content.items():
+        field = key.replace("-", "_")
+        if field not in known or field in values:
+            raise InvalidRequest(
+                f"--config: {path}", key, "each option at most once, and no other keys"
+            )
+        if known[field].many and isinstance(value, str):
+            value = [value]
+        values[field] = typed(known[field], value, f"--config: {path}: {key}", strict=True)
+    return values
+
+
+def serve_config(values: Values) -> ServeConfig:
+    """The settings of ``treadle serve``.
+
+    Raises:
+        InvalidRequest: A value is beyond its limits.
+        Unsupported: Two of them contradict each other.
+    """
+    check_exclusive(values)
+    return ServeConfig(
+        model=part(ModelConfig, SERVE_OPTIONS, values),
+        memory=part(MemoryConfig, SERVE_OPTIONS, values),
+        engine=part(EngineConfig, SERVE_OPTIONS, values),
+        defaults=part(RequestDefaults, SERVE_OPTIONS, values),
+        http=part(HttpConfig, SERVE_OPTIONS, values),
+    )
+
+
+def run_config(values: Values, prompt: str) -> RunConfig:
+    """The settings of ``treadle run``.
+
+    Raises:
+        InvalidRequest: A value is beyond its limits.
+        Unsupported: Two of them contradict each other.
+    """
+    return RunConfig(
+        model=part(ModelConfig, RUN_OPTIONS, values),
+        memory=part(MemoryConfig, RUN_OPTIONS, values),
+        engine=part(EngineConfig, RUN_OPTIONS, values),
+        run=part(RunOptions, RUN_OPTIONS, values, prompt=prompt),
+    )
+
+
+def part(owner: type[C], options: Sequence[Option], values: Values, **more: Any) -> C:
+    """One Struct of the settings, from those values that are its own, and ``more``."""
+    fields = {option.field for option in options if option.owner is owner}
+    own = {field: value for field, value in values.items() if field in fields}
+    return owner(**own, **more)
+
+
+def check_exclusive(values: Values) -> None:
+    """Refuse options of which one would be ignored.
+
+    Raises:
+        Unsupported: Both of a pair are given.
+    """
+    for first, second in EXCLUSIVE:
+        if values.get(first) and second in values:
+            raise Unsupported(f"{first} and {second} exclude each other")

@@ -1,0 +1,229 @@
+"""What the server and the command line can be told, as frozen data; every field is checked."""
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from treadle_core import EngineConfig, InvalidRequest, Unsupported
+from treadle_core.request import check_float, check_int
+
+MEBIBYTE = 2**20
+DEFAULT_UTILIZATION = 0.9
+MAX_SECONDS = 1e9
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which checkpoint to load, and how.
+
+    Attributes:
+        model: A GGUF file, a directory or a Hub repository; None takes the default model.
+        adapter_path: LoRA adapters to apply.
+        trust_remote_code: Allow the checkpoint's own Python code.
+        max_kv_size: Most tokens whose KV a sequence keeps; 0 keeps all.
+        offline: Never ask the Hub.
+    """
+
+    model: str | None = None
+    adapter_path: str | None = None
+    trust_remote_code: bool = False
+    max_kv_size: int = 0
+    offline: bool = False
+
+    def __post_init__(self) -> None:
+        """Check every field that needs no checkpoint.
+
+        Raises:
+            InvalidRequest: With the field, its value and what is accepted.
+        """
+        check_int("max_kv_size", self.max_kv_size, 0)
+        if self.model == "":
+            raise InvalidRequest("model", self.model, "a path or a name")
+
+
+class MemoryConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How much memory live KV may take; at most one of the two is set.
+
+    Attributes:
+        kv_memory_mb: This many mebibytes.
+        gpu_memory_utilization: What this share of the device's memory leaves beside the weights;
+            0.9 when neither is set.
+    """
+
+    kv_memory_mb: int | None = None
+    gpu_memory_utilization: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check both fields.
+
+        Raises:
+            InvalidRequest: With the field, its value and what is accepted.
+            Unsupported: Both are set.
+        """
+        if self.kv_memory_mb is not None:
+            check_int("kv_memory_mb", self.kv_memory_mb, 1)
+        share = self.gpu_memory_utilization
+        if share is not None:
+            check_float("gpu_memory_utilization", share, 0.0, 1.0, exclusive_low=True)
+        if self.kv_memory_mb is not None and share is not None:
+            raise Unsupported("kv_memory_mb and gpu_memory_utilization exclude each other")
+
+    @property
+    def kv_bytes(self) -> int | None:
+        """The fixed budget, or None when the utilization decides."""
+        return None if self.kv_memory_mb is None else self.kv_memory_mb * MEBIBYTE
+
+    @property
+    def utilization(self) -> float:
+        """Share of the device's memory to use."""
+        share = self.gpu_memory_utilization
+        return DEFAULT_UTILIZATION if share is None else share
+
+
+class RequestDefaults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a request gets where it says nothing, and the most it may ask for.
+
+    Attributes:
+        max_tokens: Tokens of an answer, never more than ``max_request_tokens``.
+        max_request_tokens: Most tokens of an answer that a request may ask for.
+        timeout: Seconds until a request fails; 0 is no limit.
+        default_temperature: As the field of that name in a request, and so on.
+        default_top_p: See above.
+        default_top_k: See above.
+        default_min_p: See above.
+        default_presence_penalty: See above.
+        default_repetition_penalty: See above.
+        default_chat_template_kwargs: Arguments of the chat template; a request's own win.
+    """
+
+    max_tokens: int = 32768
+    max_request_tokens: int = 32768
+    timeout: float = 300.0
+    default_temperature: float = 1.0
+    default_top_p: float = 1.0
+    default_top_k: int = 0
+    default_min_p: float = 0.0
+    default_presence_penalty: float = 0.0
+    default_repetition_penalty: float = 1.0
+    default_chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            InvalidRequest: With the field, its value and what is accepted.
+        """
+        check_int("max_tokens", self.max_tokens, 1)
+        check_int("max_request_tokens", self.max_request_tokens, 1)
+        check_float("timeout", self.timeout, 0.0, MAX_SECONDS)
+        check_float("default_temperature", self.default_temperature, 0.0, 100.0)
+        check_float("default_top_p", self.default_top_p, 0.0, 1.0, exclusive_low=True)
+        check_int("default_top_k", self.default_top_k, 0)
+        check_float("default_min_p", self.default_min_p, 0.0, 1.0)
+        check_float("default_presence_penalty", self.default_presence_penalty, -2.0, 2.0)
+        check_float(
+            "default_repetition_penalty",
+            self.default_repetition_penalty,
+            0.0,
+            100.0,
+            exclusive_low=True,
+        )
+
+
+class HttpConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The HTTP side.
+
+    Attributes:
+        host: Address to listen on.
+        port: Port to listen on; 0 lets the system choose.
+        served_model_name: Names that clients may use; the first one is reported. Empty takes the
+            checkpoint's name.
+        api_key: What clients have to present, on every route but ``/health``; None asks nothing.
+        max_body_bytes: Longest accepted request body.
+        stream_interval: Tokens per streamed chunk.
+        heartbeat_seconds: After so long without a chunk a stream gets a comment.
+        stall_seconds: After so long without a step, while work waits, ``/ready`` says 503.
+        log_level: What goes to stderr.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: tuple[str, ...] = ()
+    api_key: str | None = None
+    max_body_bytes: int = 16 * MEBIBYTE
+    stream_interval: int = 1
+    heartbeat_seconds: float = 5.0
+    stall_seconds: float = 60.0
+    log_level: LogLevel = "info"
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            InvalidRequest: With the field, its value and what is accepted.
+        """
+        check_int("port", self.port, 0, 65535)
+        check_int("max_body_bytes", self.max_body_bytes, 1)
+        check_int("stream_interval", self.stream_interval, 1)
+        for field in ("heartbeat_seconds", "stall_seconds"):
+            check_float(field, getattr(self, field), 0.0, MAX_SECONDS, exclusive_low=True)
+        if not all(self.served_model_name):
+            raise InvalidRequest("served_model_name", self.served_model_name, "non-empty names")
+        if self.api_key == "":
+            raise InvalidRequest("api_key", self.api_key, "a non-empty key")
+
+
+class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All of ``treadle serve``."""
+
+    model: ModelConfig = ModelConfig()
+    memory: MemoryConfig = MemoryConfig()
+    engine: EngineConfig = EngineConfig()
+    defaults: RequestDefaults = RequestDefaults()
+    http: HttpConfig = HttpConfig()
+
+
+class RunOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One prompt on the command line.
+
+    Attributes:
+        prompt: What the user says.
+        system: A system message before it.
+        raw: The prompt is text to continue; no chat template is applied.
+        max_tokens: Most tokens to generate.
+        temperature: 0 is greedy.
+        top_p: As in a request.
+        top_k: As in a request.
+        seed: As in a request.
+        stop: As in a request.
+    """
+
+    prompt: str = ""
+    system: str | None = None
+    raw: bool = False
+    max_tokens: int = 1024
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check what the sampling parameters do not.
+
+        Raises:
+            Unsupported: Two fields contradict each other.
+        """
+        if self.raw and self.system is not None:
+            raise Unsupported("system and raw exclude each other: raw text has no system message")
+
+
+class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All of ``treadle run``."""
+
+    model: ModelConfig = ModelConfig()
+    memory: MemoryConfig = MemoryConfig()
+    engine: EngineConfig = EngineConfig()
+    run: RunOptions = RunOptions()

@@ -1,0 +1,258 @@
+"""Options: flags and file keys become settings, all of them, and nothing else is taken."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from treadle_core import InvalidRequest, TreadleError, Unsupported
+from treadle_server.cli import main, make_parser, with_positional
+from treadle_server.options import (
+    RUN_OPTIONS,
+    SERVE_OPTIONS,
+    Option,
+    from_file,
+    from_flags,
+    run_config,
+    serve_config,
+)
+from treadle_server.settings import RunConfig, ServeConfig
+
+REFERENCE_FLAGS = (
+    "model served-model-name host port max-num-seqs max-queue max-num-batched-tokens "
+    "prefill-step-size chunked-prefill-tokens max-decode-stall-ms policy max-kv-size kv-memory-mb "
+    "gpu-memory-utilization context-length adapter-path trust-remote-code offline stream-interval "
+    "max-tokens max-request-tokens default-temperature default-top-p default-top-k default-min-p "
+    "default-presence-penalty default-repetition-penalty timeout api-key max-body-bytes "
+    "stall-seconds log-level"
+).split()
+
+VALUES: dict[str, Any] = {
+    "adapter_path": "adapters",
+    "api_key": "k",
+    "chunked_prefill_tokens": 64,
+    "default_chat_template_kwargs": {"a": [1]},
+    "host": "0.0.0.0",
+    "log_level": "debug",
+    "model": "m",
+    "policy": "priority",
+    "served_model_name": ("a", "b"),
+    "system": "s",
+    "stop": ("a", "b"),
+    "gpu_memory_utilization": 0.5,
+    "max_num_batched_tokens": 9000,
+    "default_presence_penalty": 1.5,
+    "default_top_p": 0.5,
+    "default_min_p": 0.5,
+    "top_p": 0.5,
+}
+
+
+def value_of(option: Option) -> Any:
+    """A legal value that is not the default."""
+    return VALUES.get(option.field, True if option.metavar is None else 3)
+
+
+def spelled(option: Option) -> list[str]:
+    """The flag with that value."""
+    value = value_of(option)
+    if option.metavar is None:
+        return [option.flag]
+    if option.metavar == "JSON":
+        return [option.flag, msgspec.json.encode(value).decode()]
+    values = value if isinstance(value, tuple) else [value]
+    return [word for each in values for word in (option.flag, str(each))]
+
+
+def serve_of(*words: str) -> ServeConfig:
+    given = vars(make_parser().parse_args(["serve", *words]))
+    return serve_config(from_flags(with_positional(given), SERVE_OPTIONS))
+
+
+def found_in(config: Any, option: Option) -> Any:
+    """The option's field, wherever it is in the settings."""
+    owner = next(part for part in msgspec.structs.astuple(config) if isinstance(part, option.owner))
+    return getattr(owner, option.field)
+
+
+def test_the_flags_of_the_reference_are_all_there() -> None:
+    flags = {option.flag.removeprefix("--") for option in SERVE_OPTIONS}
+    assert set(REFERENCE_FLAGS) <= flags
+    assert flags - set(REFERENCE_FLAGS) == {"default-chat-template-kwargs"}
+
+
+@pytest.mark.parametrize("option", SERVE_OPTIONS, ids=lambda option: option.field)
+def test_every_flag_of_serve_changes_its_setting_alone(option: Option) -> None:
+    config, plain = serve_of(*spelled(option)), ServeConfig()
+    assert found_in(config, option) == value_of(option)
+    assert found_in(config, option) != found_in(plain, option)
+    for other in SERVE_OPTIONS:
+        if other is not option:
+            assert found_in(config, other) == found_in(plain, other)
+
+
+@pytest.mark.parametrize("option", RUN_OPTIONS, ids=lambda option: option.field)
+def test_every_flag_of_run_changes_its_setting(option: Option) -> None:
+    given = vars(make_parser().parse_args(["run", "hi", *spelled(option)]))
+    config = run_config(from_flags(given, RUN_OPTIONS), "hi")
+    assert found_in(config, option) == value_of(option)
+    assert found_in(config, option) != found_in(RunConfig(), option)
+    assert config.run.prompt == "hi"
+
+
+@pytest.mark.parametrize("dashes", [True, False])
+def test_a_file_says_everything_that_flags_say(tmp_path: Path, dashes: bool) -> None:
+    lines: list[str] = []
+    for option in SERVE_OPTIONS:
+        if option.field in ("gpu_memory_utilization", "max_decode_stall_ms"):
+            continue
+        key = option.field.replace("_", "-") if dashes else option.field
+        value = value_of(option)
+        if isinstance(value, dict):
+            value = "{a = [1]}"
+        elif isinstance(value, tuple):
+            value = str(list(value))
+        else:
+            value = msgspec.json.encode(value).decode()
+        lines.append(f"{key} = {value}")
+    path = tmp_path / "treadle.toml"
+    path.write_text("\n".join(lines))
+    config = serve_config(from_file(path, SERVE_OPTIONS))
+    for option in SERVE_OPTIONS:
+        if option.field not in ("gpu_memory_utilization", "max_decode_stall_ms"):
+            assert found_in(config, option) == value_of(option), option.field
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("prot = 80", "prot"),
+        ("port = '80'", "port"),
+        ("port = 80.5", "port"),
+        ("[engine]\nmax_queue = 3", "engine"),
+        ("port = 80\nPort = 81", "Port"),
+        ("max_queue = 3\nmax-queue = 4", "max-queue"),
+        ("port = ", "treadle.toml"),
+        ("offline = 1", "offline"),
+    ],
+)
+def test_a_file_with_something_else_is_refused(tmp_path: Path, content: str, says: str) -> None:
+    path = tmp_path / "treadle.toml"
+    path.write_text(content)
+    with pytest.raises(TreadleError, match=says):
+        from_file(path, SERVE_OPTIONS)
+
+
+def test_a_file_that_is_not_there_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match=r"nothing\.toml"):
+        from_file(tmp_path / "nothing.toml", SERVE_OPTIONS)
+
+
+def test_flags_win_over_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "treadle.toml"
+    path.write_text("port = 80\nhost = '0.0.0.0'\nserved-model-name = 'one'\nmax-queue = 0")
+    flags = vars(make_parser().parse_args(["serve", "--port", "81", "--max-queue", "5"]))
+    values = from_file(path, SERVE_OPTIONS) | from_flags(flags, SERVE_OPTIONS)
+    config = serve_config(values)
+    assert (config.http.port, config.http.host) == (81, "0.0.0.0")
+    assert config.http.served_model_name == ("one",)
+    assert config.engine.max_queue == 5
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--port", "abc"], "--port: got 'abc', expected `int`"),
+        (["--port", "70000"], "port: got 70000, expected an integer from 0 to 65535"),
+        (["--max-num-seqs", "0"], "max_num_seqs: got 0"),
+        (["--default-temperature", "nan"], "default_temperature: got nan"),
+        (["--default-top-p", "0"], "default_top_p: got 0"),
+        (["--log-level", "loud"], "--log-level: got 'loud'"),
+        (["--policy", "lottery"], "policy: got 'lottery', expected fcfs or priority"),
+        (["--default-chat-template-kwargs", "{"], "--default-chat-template-kwargs"),
+        (["--default-chat-template-kwargs", "[]"], "--default-chat-template-kwargs"),
+        (["--gpu-memory-utilization", "1.5"], "gpu_memory_utilization: got 1.5"),
+        (["--kv-memory-mb", "5", "--gpu-memory-utilization", "0.5"], "exclude each other"),
+        (
+            ["--chunked-prefill-tokens", "5", "--max-decode-stall-ms", "5"],
+            "exclude each other",
+        ),
+        (["--max-num-seqs", "9000"], "must exceed max_num_seqs"),
+        (["--timeout", "-1"], "timeout: got -1"),
+        (["--api-key", ""], "api_key"),
+        (["--served-model-name", ""], "served_model_name"),
+        (["--model", ""], "model"),
+        (["one", "--model", "two"], "two models"),
+    ],
+)
+def test_a_wrong_value_is_one_sentence_and_status_2(
+    capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    assert main(["serve", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("treadle: ")
+    assert err.count("\n") == 1
+    assert says in err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["serve", "--enable-prefix-cache"],
+        ["serve", "--continuous-batching"],
+        ["serve", "--max-num-seq", "3"],
+        ["serve", "one", "two"],
+        ["serve", "--port"],
+        ["run"],
+        ["run", "hi", "--port", "80"],
+        ["bench"],
+        ["bench", "luck"],
+        ["fly"],
+        [],
+    ],
+)
+def test_unknown_flags_and_commands_are_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(words)
+    assert exit_.value.code == 2
+    assert "usage" in capsys.readouterr().err
+
+
+def test_a_model_may_stand_alone_or_be_said_twice_alike() -> None:
+    assert serve_of("m").model.model == "m"
+    assert serve_of("--model", "m").model.model == "m"
+    assert serve_of("m", "--model", "m").model.model == "m"
+    assert serve_of().model.model is None
+
+
+def test_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, options in (("serve", SERVE_OPTIONS), ("run", RUN_OPTIONS)):
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        text = " ".join(capsys.readouterr().out.split())
+        assert all(option.flag in text for option in options)
+        assert "(2048)" in text
+
+
+def test_run_refuses_a_system_message_with_raw_text() -> None:
+    with pytest.raises(Unsupported, match="raw"):
+        run_config({"raw": True, "system": "s"}, "hi")
+
+
+def test_run_is_greedy_unless_told_otherwise() -> None:
+    assert run_config({}, "hi").run.temperature == 0.0
+
+
+def test_a_flag_for_another_struct_is_not_lost() -> None:
+    parsed = argparse.Namespace(top_k="4")
+    assert from_flags(vars(parsed), RUN_OPTIONS) == {"top_k": 4}
+
+
+def test_bad_types_are_told_by_flag() -> None:
+    with pytest.raises(InvalidRequest, match=r"--top-k"):
+        from_flags({"top_k": "many"}, RUN_OPTIONS)
