@@ -146,4 +146,4 @@ def test_the_least_urgent_is_the_one_that_the_policy_serves_last() -> None:
 
     assert WaitingQueue(fcfs).least_urgent([aged, urgent, usual], 100.0) is usual
     assert WaitingQueue(priority).least_urgent([aged, urgent, usual], 100.0) is usual
-    assert WaitingQueue(priority).least_urgent([aged, urgent, usual], 0.0) is aged
+    assert WaitingQueue(priority).least_urgent([aged, urgent], 100.0) is urgent

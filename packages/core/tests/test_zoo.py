@@ -2,6 +2,7 @@
 
 import json
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import mlx.core as mx
@@ -92,7 +93,7 @@ def test_chunks_of_uneven_length_equal_one_pass(family: str) -> None:
 
     chunks = [
         model(mx.array([LONG_PROMPT[start:end]]), cache=kv_cache)[0]
-        for start, end in zip(bounds, bounds[1:], strict=False)
+        for start, end in pairwise(bounds)
     ]
 
     whole = zoo.reference_logits(model, LONG_PROMPT)
@@ -189,7 +190,7 @@ def test_an_overridden_vocabulary_size_is_the_width_of_the_logits() -> None:
 
 
 def test_an_unknown_family_is_refused_with_the_known_names() -> None:
-    with pytest.raises(KeyError, match="unknown family 'gpt9'.*llama.*nemotron_h"):
+    with pytest.raises(KeyError, match=r"unknown family 'gpt9'.*llama.*nemotron_h"):
         zoo.build("gpt9")
 
 

@@ -1,5 +1,6 @@
 """A client that leaves ends its request at once, in both modes and in every phase."""
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -140,3 +141,19 @@ async def test_leaving_while_the_body_is_sent_is_nobodys_error(serve: Any, visit
         visit._asked = True
         await visit.visit()
     assert [message.get("status") for message in visit.messages[:1]] == [499]
+
+
+async def test_only_who_left_is_logged_as_gone(
+    serve: Any, visitor: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="treadle.server")
+    async with serve(runner(), config=CONFIG) as served:
+        for stream in (False, True):
+            await served.complete("p", max_tokens=3, stream=stream)
+        assert caplog.messages == []
+        visit = visitor(served.app, COMPLETION_PATH, LONG_DECODE)
+        async with anyio.create_task_group() as group:
+            group.start_soon(visit.visit)
+            await until_busy(served, 3)
+            visit.leave()
+        assert [message.partition(": ")[2] for message in caplog.messages] == ["the client left"]

@@ -157,7 +157,11 @@ def test_logit_bias_and_penalties_change_the_answer(client: openai.OpenAI) -> No
         ({"max_tokens": 10**6}, openai.BadRequestError, "max_tokens"),
         ({"model": "gpt-5"}, openai.NotFoundError, "model"),
         ({"messages": []}, openai.BadRequestError, "messages"),
-        ({"messages": [{"role": "user", "content": "x" * 5000}]}, openai.BadRequestError, "prompt"),
+        (
+            {"messages": [{"role": "user", "content": "x" * 5000}]},
+            openai.BadRequestError,
+            "messages",
+        ),
         ({"extra_body": {"guided_json": {}}}, openai.BadRequestError, "guided_json"),
     ],
 )
@@ -205,7 +209,7 @@ def tokens_of(client: openai.OpenAI) -> str:
     chunks = client.completions.create(
         model="default",
         prompt="the one who stays",
-        max_tokens=150,
+        max_tokens=100,
         temperature=0,
         stream=True,
         extra_body={"ignore_eos": True},
@@ -244,7 +248,7 @@ def test_others_leaving_in_every_way_do_not_change_a_stream(
             crowded = tokens_of(client)
         finally:
             stop.set()
-        assert sum(each.result() for each in guests) >= 40
+        assert sum(each.result() for each in guests) >= 30
     assert crowded == alone
     assert process.popen.poll() is None
     assert tokens_of(client) == alone

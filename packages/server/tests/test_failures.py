@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import anyio
+import openai
 import pytest
 
 from treadle_core.testing.fakes import RecordingObserver
@@ -69,6 +70,32 @@ async def test_a_failure_in_a_stream_is_an_error_event_and_no_done(serve: Any, e
     assert len(chunks) >= 1
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * len(chunks)
     assert again[-1] == "[DONE]"
+
+
+async def test_the_official_client_raises_its_errors_for_failures(serve: Any) -> None:
+    async with serve(failing(skip=5)) as served:
+        client = openai.AsyncOpenAI(
+            base_url="http://test/v1", api_key="x", max_retries=0, http_client=served.client
+        )
+        asked: Any = {"model": "default", "prompt": prompt(guilty=True), "max_tokens": 30}
+        stream = await client.completions.create(**asked, stream=True)
+        with pytest.raises(openai.APIError, match="on fire") as caught:
+            _ = [chunk async for chunk in stream]
+        assert caught.value.code == "step_failed"
+        with pytest.raises(openai.InternalServerError, match="on fire"):
+            await client.completions.create(**asked)
+
+
+async def test_the_models_failures_are_in_the_log(
+    serve: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serve(failing()) as served:
+        with caplog.at_level(logging.ERROR, logger="treadle.server"):
+            for stream in (False, True):
+                await served.complete(prompt(guilty=True), max_tokens=5, stream=stream)
+            await served.complete(prompt(guilty=False), max_tokens=0)
+    assert len(caplog.records) == 2
+    assert all("the device is on fire" in record.getMessage() for record in caplog.records)
 
 
 async def test_one_failed_answer_fails_a_request_of_several(serve: Any, events: Any) -> None:

@@ -111,6 +111,7 @@ def test_every_field_that_openai_documents_is_accounted_for() -> None:
         ({"messages": HI, "priority": 1}, "priority", "--policy priority"),
         ({"messages": HI, "chat_template_kwargs": {"tokenize": 1}}, "chat_template_kwargs", "tok"),
         ({"messages": HI, "chat_template_kwargs": {"chat_template": ""}}, None, "chat_template"),
+        ({"messages": HI, "chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "self"),
         ({"messages": HI, "model": 5}, "model", "5"),
     ],
     ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",

@@ -1,6 +1,6 @@
 """A list of prompts in, a list of answers out, through any engine."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from msgspec import Struct
 
@@ -107,7 +107,7 @@ def generate_batch(
         params: For all, or one for each.
 
     Raises:
-        InvalidRequest: A prompt or its parameters cannot be honoured; nothing was run for it.
+        InvalidRequest: A prompt or its parameters cannot be honoured; all are aborted.
     """
     prompts = list(prompts)
     each = params if isinstance(params, list) else [params or SamplingParams()] * len(prompts)
@@ -119,11 +119,20 @@ def generate_batch(
         )
         for number, (prompt, chosen) in enumerate(zip(prompts, each, strict=True))
     ]
-    events: list[Event] = []
+    try:
+        found = collect(_feed(engine, requests))
+    except BaseException:
+        for request in requests:
+            engine.abort(request.id)
+        engine.flush()
+        raise
+    return [found[(request.id, 0)] for request in requests]
+
+
+def _feed(engine: Engine, requests: list[Request]) -> Iterator[Event]:
+    """All events of requests that are added as the queue has room."""
     todo = list(reversed(requests))
     while todo or engine.has_work:
         while todo and engine.has_room:
             engine.add(todo.pop())
-        events += engine.step()
-    found = collect(events)
-    return [found[(request.id, 0)] for request in requests]
+        yield from engine.step()

@@ -171,6 +171,7 @@ class Engine:
         self._answers: dict[tuple[str, int], Answer] = {}
         self._unfinished: dict[str, int] = {}
         self._flight: deque[tuple[Plan, PendingStep]] = deque()
+        self._planned: Plan | None = None
         self._events: list[Event] = []
         self._order = 0
         self._totals = [0, 0, 0, 0, 0]
@@ -191,7 +192,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether :meth:`step` would do something."""
-        return bool(self._scheduler.has_work or self._flight or self._events)
+        return bool(self._scheduler.has_work or self._planned or self._flight or self._events)
 
     @property
     def has_room(self) -> bool:
@@ -245,14 +246,23 @@ class Engine:
             raise EngineClosed
         if self._scheduler.must_read_first:
             self._read_all()
-        self._expire()
-        plan = self._scheduler.plan(self._clock.now())
-        self._end_doomed()
+        plan = self._next_plan()
+        if plan.prefills and self._flight:
+            # What the streams have coming must not wait for the chunk. And if the step failed
+            # that is read here, the plan is void.
+            self._read_all()
+            if self._events or self._planned is None:
+                return self.flush()
+        self._planned = None
         self._submit(plan)
         # One step of look-ahead; but nobody's first token waits for the step after it.
         look_ahead = plan.has_work and not plan.has_first_tokens
         while len(self._flight) > look_ahead:
             self._read_one()
+        return self.flush()
+
+    def flush(self) -> list[Event]:
+        """Events that are due without another step, such as those of an abort."""
         events, self._events = self._events, []
         for observer in self._observers:
             observer.emitted(events)
@@ -267,8 +277,7 @@ class Engine:
         self._closed = True
         self._flight.clear()
         self._runner.close()
-        events, self._events = self._events, []
-        return events
+        return self.flush()
 
     def stats(self) -> EngineStats:
         """Figures of this moment and totals."""
@@ -349,6 +358,14 @@ class Engine:
         )
         return Answer(sequence, self._tokenizer, ends)
 
+    def _next_plan(self) -> Plan:
+        """The plan that an earlier call left, or a new one."""
+        if self._planned is None:
+            self._expire()
+            self._planned = self._scheduler.plan(self._clock.now())
+            self._end_doomed()
+        return self._planned
+
     def _submit(self, plan: Plan) -> None:
         if plan.is_empty:
             return
@@ -420,6 +437,9 @@ class Engine:
 
     def _recover(self, failed: Plan, lost: list[Plan], error: Exception) -> None:
         self._runner.reset()
+        if self._planned is not None:
+            self._scheduler.discard(self._planned)
+            self._planned = None
         now = self._clock.now()
         for sequence in self._scheduler.recover(failed, lost):
             self._scheduler.finish(sequence)

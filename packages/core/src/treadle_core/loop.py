@@ -13,13 +13,13 @@ from anyio.from_thread import BlockingPortal
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from treadle_core.engine import Engine, EngineStats
-from treadle_core.errors import DuplicateRequest, EngineClosed, describe
+from treadle_core.errors import EngineClosed, describe
 from treadle_core.events import Event, Failed, Finished, Timings, Usage
 from treadle_core.request import Request
 
 T = TypeVar("T")
 
-STARTING = "the engine is starting"
+CLOSED = "the engine is closed"
 NO_USAGE = Usage(prompt_tokens=0, completion_tokens=0)
 NO_TIMINGS = Timings(queue=0.0, prefill=0.0, first_token=0.0, decode=0.0, total=0.0)
 
@@ -32,9 +32,15 @@ class Command(NamedTuple):
 
 
 class Subscription:
-    """Where a request's events go, and how many answers have not ended."""
+    """Where a request's events go, and how many answers have not ended.
+
+    Attributes:
+        left: Whether its reader is gone.
+    """
 
     def __init__(self, request: Request) -> None:
+        self.request = request
+        self.left = False
         self.open = set(range(request.n))
         streams = anyio.create_memory_object_stream[Event](math.inf)
         self.send: MemoryObjectSendStream[Event] = streams[0]
@@ -62,6 +68,7 @@ class AsyncEngine:
     def __init__(self, factory: Callable[[], Engine]) -> None:
         self._factory = factory
         self._subscriptions: dict[str, Subscription] = {}
+        self._accepted: dict[str, Subscription] = {}
         self._inbox: deque[Command] = deque()
         self._outbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
@@ -133,20 +140,12 @@ class AsyncEngine:
         Raises:
             TreadleError: The request was not accepted (see :meth:`Engine.add`).
         """
-        if request.id in self._subscriptions:
-            raise DuplicateRequest(request.id)
         subscription = Subscription(request)
-        self._subscriptions[request.id] = subscription
         try:
-            await self.call(lambda engine: engine.add(request))
-            with subscription.receive:
-                yield subscription.receive
+            await self.call(lambda engine: self._accept(engine, subscription))
+            yield subscription.receive
         finally:
-            if self._subscriptions.get(request.id) is subscription:
-                del self._subscriptions[request.id]
-                self._post(lambda engine: engine.abort(request.id))
-            subscription.send.close()
-            subscription.receive.close()
+            self._leave(subscription)
 
     async def generate(self, request: Request) -> list[Event]:
         """All events of a request; cancelling the call aborts it."""
@@ -159,7 +158,7 @@ class AsyncEngine:
         Returns:
             Whether it was unfinished.
         """
-        return await self.call(lambda engine: engine.abort(request_id))
+        return await self.call(lambda engine: self._abort(engine, request_id))
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         """Run ``function`` on the owner thread between two steps and return its result.
@@ -177,6 +176,42 @@ class AsyncEngine:
 
         self._post(run, lambda reason: outcome.fail(EngineClosed(reason)))
         return await outcome.wait()
+
+    def _accept(self, engine: Engine, subscription: Subscription) -> None:
+        """On the owner thread: only then connect, behind the events of a predecessor's id."""
+        engine.add(subscription.request)
+        self._accepted[subscription.request.id] = subscription
+        self._emit(lambda: self._connect(subscription))
+
+    def _connect(self, subscription: Subscription) -> None:
+        if not subscription.left:
+            self._subscriptions[subscription.request.id] = subscription
+
+    def _leave(self, subscription: Subscription) -> None:
+        """The reader goes; what has not ended is aborted."""
+        subscription.left = True
+        if self._subscriptions.get(subscription.request.id) is subscription:
+            del self._subscriptions[subscription.request.id]
+        subscription.send.close()
+        subscription.receive.close()
+        self._post(lambda engine: self._abandon(engine, subscription))
+
+    def _abandon(self, engine: Engine, subscription: Subscription) -> None:
+        """On the owner thread: abort a request, unless its id is somebody else's."""
+        request_id = subscription.request.id
+        if self._accepted.get(request_id) is subscription:
+            del self._accepted[request_id]
+            self._abort(engine, request_id)
+
+    def _abort(self, engine: Engine, request_id: str) -> bool:
+        """On the owner thread: abort, and tell before anything else happens."""
+        aborted = engine.abort(request_id)
+        self._tell(engine.flush())
+        return aborted
+
+    def _tell(self, events: list[Event]) -> None:
+        if events:
+            self._emit(lambda: self._deliver(events))
 
     def _post(
         self,
@@ -228,10 +263,11 @@ class AsyncEngine:
         self._stats = engine.stats()
         self._dead = None
         self._emit(lambda: started.succeed(None))
-        reason = "the engine is closed"
+        reason = "the engine stopped"
         try:
             while self._serve(engine):
                 pass
+            reason = CLOSED
         except Exception as error:  # noqa: BLE001 — the last resort: nobody may wait for ever
             reason = f"the engine stopped: {describe(error)}"
         finally:
@@ -250,9 +286,7 @@ class AsyncEngine:
         if self._closing:
             return False
         if engine.has_work:
-            events = engine.step()
-            if events:
-                self._emit(lambda: self._deliver(events))
+            self._tell(engine.step())
         self._stats = engine.stats()
         return True
 
@@ -267,7 +301,8 @@ class AsyncEngine:
         except Exception as error:  # noqa: BLE001 — closing must reach the waiting callers
             reason = f"{reason}; closing it failed: {describe(error)}"
             last = []
-        self._emit(lambda: self._deliver(last))
+        if reason == CLOSED:
+            self._tell(last)
         for command in orphans:
             self._emit(lambda command=command: command.otherwise(reason))
         self._emit(lambda: self._bury(reason))

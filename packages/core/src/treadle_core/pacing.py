@@ -1,9 +1,12 @@
 """How many prompt tokens a step may prefill without making running streams wait too long."""
 
-FORGETTING = 0.93
-TELLING_SPREAD = 0.2
+NEWEST = 0.3
+TELLING_DIFFERENCE = 0.2
 FIRST_CHUNK = 32
 SMALLEST_CHUNK = 16
+FIRST_CHUNK_ALONE = 256
+SMALLEST_CHUNK_ALONE = 64
+LONGEST_CHUNK_SECONDS = 1.0
 OUTLIER = 4.0
 SHORTEST_STALL = 0.1
 STALL_IN_STEPS = 2.0
@@ -58,14 +61,13 @@ class AdaptiveChunk:
 
     def budget(self, num_decoding: int, limit: int) -> int:
         """Prompt tokens for the next step, at most ``limit``."""
-        if not num_decoding:
-            return limit
-        return max(1, min(self._wanted(), limit))
+        wanted = self._wanted() if num_decoding else self._wanted_alone()
+        return max(1, min(wanted, limit))
 
     def observe(self, num_decoding: int, num_prefill: int, seconds: float) -> None:
         """Learn from a chunk, or from a decode (``num_prefill`` is 0)."""
         if num_prefill == 0:
-            weight = 1.0 if self._decode_seconds == 0.0 else 1.0 - FORGETTING
+            weight = 1.0 if self._decode_seconds == 0.0 else NEWEST
             seconds = min(seconds, OUTLIER * self._decode_seconds or seconds)
             self._decode_seconds += weight * (seconds - self._decode_seconds)
             return
@@ -74,13 +76,20 @@ class AdaptiveChunk:
             seconds = min(seconds, OUTLIER * self._cost.of(num_prefill))
         self._cost.add(num_prefill, seconds)
         if num_decoding:
-            self._largest = max(num_prefill, int(self._largest * FORGETTING))
+            self._largest = max(num_prefill, int(self._largest * (1 - NEWEST)))
 
     @property
     def _target(self) -> float:
         if self._fixed_target is not None:
             return self._fixed_target
         return max(SHORTEST_STALL, STALL_IN_STEPS * self._decode_seconds)
+
+    def _wanted_alone(self) -> int:
+        """A large chunk: no stream waits for it, but an abort or an arrival does."""
+        if not self._cost.known:
+            return FIRST_CHUNK_ALONE
+        fitting = int((LONGEST_CHUNK_SECONDS - self._cost.fixed) / self._cost.per_token)
+        return max(SMALLEST_CHUNK_ALONE, fitting)
 
     def _wanted(self) -> int:
         if not self._cost.known:
@@ -91,21 +100,24 @@ class AdaptiveChunk:
 
 
 class ChunkCost:
-    """A straight line through what recent chunks took, by least squares with forgetting.
+    """What a chunk costs: ``fixed + per_token * tokens``, both following the recent past.
 
-    Chunks of one size say nothing about the fixed part; it is learnt while sizes differ and kept
-    while they do not.
+    Two chunks in a row of different sizes tell the fixed part from the rest. Chunks of one size do
+    not, and a long prompt makes every chunk slower than the one before, so all other changes are
+    put down to the tokens.
     """
 
     def __init__(self) -> None:
         self.fixed = 0.0
         self.per_token = 0.0
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._told_apart = False
+        self._last: tuple[int, float] | None = None
+        self._usual = 0.0
 
     @property
     def known(self) -> bool:
         """Whether a chunk was seen."""
-        return self._weight > 0
+        return self._last is not None
 
     def of(self, num_tokens: int) -> float:
         """Seconds that a chunk is expected to take."""
@@ -113,16 +125,29 @@ class ChunkCost:
 
     def add(self, num_tokens: int, seconds: float) -> None:
         """Take a chunk in."""
-        self._weight = FORGETTING * self._weight + 1.0
-        self._x = FORGETTING * self._x + num_tokens
-        self._y = FORGETTING * self._y + seconds
-        self._xx = FORGETTING * self._xx + num_tokens * num_tokens
-        self._xy = FORGETTING * self._xy + num_tokens * seconds
-        mean_x, mean_y = self._x / self._weight, self._y / self._weight
-        variance = self._xx / self._weight - mean_x**2
-        if variance > (TELLING_SPREAD * mean_x) ** 2:
-            slope = (self._xy / self._weight - mean_x * mean_y) / variance
-            self.fixed = max(0.0, mean_y - max(slope, 0.0) * mean_x)
-        # However the fit turns out, more tokens do take longer.
-        self.fixed = min(self.fixed, 0.9 * mean_y)
-        self.per_token = max((mean_y - self.fixed) / mean_x, 1e-9)
+        first, last = self._last is None, self._last or (num_tokens, seconds)
+        self._last = (num_tokens, seconds)
+        slope = self._compare(last, self._last)
+        rate = max(seconds - self.fixed, 0.1 * seconds) / num_tokens
+        if first or slope is not None:
+            self.per_token = max(rate if slope is None else slope, 1e-9)
+            self._usual = num_tokens
+            return
+        # A short rest of a prompt says little about the tokens.
+        weight = NEWEST * min(1.0, num_tokens / self._usual)
+        self._usual += NEWEST * (num_tokens - self._usual)
+        self.per_token = max(self.per_token + weight * (rate - self.per_token), 1e-9)
+
+    def _compare(self, one: tuple[int, float], other: tuple[int, float]) -> float | None:
+        """Learn the fixed part from two chunks; the first time, return what a token costs too."""
+        (small, less), (large, more) = sorted((one, other))
+        if large - small <= TELLING_DIFFERENCE * large:
+            return None
+        slope = max(more - less, 0.0) / (large - small)
+        fixed = min(max(0.0, less - slope * small), 0.9 * less)
+        if self._told_apart:
+            self.fixed += NEWEST * (fixed - self.fixed)
+            return None
+        self._told_apart = True
+        self.fixed = fixed
+        return (less - fixed) / small

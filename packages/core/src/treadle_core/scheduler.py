@@ -229,6 +229,10 @@ class Scheduler:
             self._waiting.push(sequence)
         return guilty
 
+    def discard(self, plan: Plan) -> None:
+        """Forget a plan that will not be run; :meth:`recover` has to follow."""
+        self._planned.pop(plan.number, None)
+
     def check_integrity(self) -> None:
         """Assert that queue, rows and layout agree."""
         self._layout.check_integrity()
@@ -345,9 +349,14 @@ class Scheduler:
             return min(open_, key=lambda s: s.order)
         shortest = min(open_, key=lambda s: (s.num_to_prefill, s.order), default=None)
         head = (only or self._waiting.peek(now)) if may_admit else None
-        if head is not None and head.status is Status.WAITING:
+        while head is not None and head.status is Status.WAITING:
             if shortest is None or head.num_to_prefill < shortest.num_to_prefill:
                 return self._admit(draft, head) or shortest
+            # A long one only gets its row, and only so that a shorter one behind it is not stuck.
+            stuck = any(s.num_to_prefill < shortest.num_to_prefill for s in self._waiting)
+            if only is not None or not stuck or self._admit(draft, head) is None:
+                break
+            head = self._waiting.peek(now)
         return shortest
 
     def _admit(self, draft: Draft, sequence: Sequence) -> Sequence | None:
@@ -371,7 +380,7 @@ class Scheduler:
 
     def _prefill(self, draft: Draft, sequence: Sequence, most: int, room: int) -> int:
         """Plan about ``most`` prompt tokens; the row decodes in this step if that was the rest."""
-        if sequence.num_to_prefill <= most + self._chunk.overhead:
+        if sequence.num_to_prefill <= most + min(self._chunk.overhead, most // 4):
             # A chunk of its own for such a rest would cost more than it spares anybody.
             most = sequence.num_to_prefill
         num = min(sequence.num_to_prefill, most, self._limits.prefill_step_size, room)

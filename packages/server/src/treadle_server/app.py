@@ -12,9 +12,9 @@ from starlette.routing import Route
 
 from treadle_core import AsyncEngine, SystemClock, TreadleError
 from treadle_core.ports import Clock
-from treadle_server.errors import reply_to, reply_to_status
+from treadle_server.errors import reply_to_status
 from treadle_server.health import HealthRoutes, Watch
-from treadle_server.http import CLIENT_LEFT, ApiKey, Surprises, beside, error_response
+from treadle_server.http import CLIENT_LEFT, ApiKey, Surprises, beside, error_response, explain
 from treadle_server.openai.chat import ChatCompletions
 from treadle_server.openai.completions import Completions
 from treadle_server.openai.models import Models
@@ -79,8 +79,7 @@ def make_handlers() -> dict[int | type[Exception], Handler]:
     """What becomes of exceptions that a route raises."""
 
     async def foreseen(http: Request, error: Exception) -> Response:
-        assert isinstance(error, TreadleError)
-        return error_response(reply_to(error))
+        return error_response(explain(error, f"{http.method} {http.url.path}"))
 
     async def refused(http: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

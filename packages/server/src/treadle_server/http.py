@@ -40,6 +40,22 @@ def error_response(reply: Reply) -> Response:
     return json_response(reply.body, reply.status, reply.headers)
 
 
+def explain(error: Exception, what: str) -> Reply:
+    """The reply to an exception, which is logged if it is the server's fault.
+
+    Args:
+        error: Foreseen or not; one that was not is logged with its trace, and not told.
+        what: What failed, for the log.
+    """
+    if not isinstance(error, TreadleError):
+        logger.error("%s failed", what, exc_info=error)
+        return reply_to_surprise()
+    reply = reply_to(error)
+    if reply.status >= 500:
+        logger.error("%s failed: %s", what, error)
+    return reply
+
+
 async def read_body(request: Request, limit: int) -> bytes:
     """The request's body.
 
@@ -168,12 +184,7 @@ class Surprises:
 
         try:
             await self._app(scope, receive, watched)
-        except Exception as error:  # one request's surprise must not reach the server's loop
-            logger.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
+        except Exception as error:  # noqa: BLE001 — one request's surprise is not the others'
+            reply = explain(error, f"{scope['method']} {scope['path']}")
             if not started:
-                await error_response(surprise(error))(scope, receive, send)
-
-
-def surprise(error: Exception) -> Reply:
-    """The reply to an exception, foreseen or not."""
-    return reply_to(error) if isinstance(error, TreadleError) else reply_to_surprise()
+                await error_response(reply)(scope, receive, send)

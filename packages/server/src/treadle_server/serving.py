@@ -76,15 +76,21 @@ class Serving:
             return asked
         raise UnknownModel(asked, self.names)
 
-    def check_size(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
-        """``prompt``, if the context has room for it: the cheapest check comes first.
+    def check_size(self, field: str, prompt: tuple[int, ...]) -> tuple[int, ...]:
+        """``prompt``, if the context has room for it; later checks look at every token.
+
+        Args:
+            field: What the client calls it.
+            prompt: Its token ids.
 
         Raises:
-            PromptTooLong: It has not.
+            PromptTooLong: It has no room.
         """
-        if len(prompt) >= self.context_length:
-            raise PromptTooLong(len(prompt), self.context_length)
-        return prompt
+        if len(prompt) < self.context_length:
+            return prompt
+        error = PromptTooLong(len(prompt), self.context_length)
+        error.field = field
+        raise error
 
     def check_answers(self, field: str, count: int) -> None:
         """Refuse more answers at once than could ever wait.

@@ -68,7 +68,12 @@ def load(options: ModelOptions) -> LoadedModel:
     """
     reference = resolve(options.model)
     model, tokenizer, config = read_checkpoint(reference, options)
-    runner = make_runner(model, config, max_kv_size=options.max_kv_size)
+    try:
+        runner = make_runner(model, config, max_kv_size=options.max_kv_size)
+    except TreadleError:
+        raise
+    except Exception as error:
+        raise ModelLoadError(reference, f"it does not run ({describe(error)})") from error
     return LoadedModel(model_name(reference), runner, ModelTokenizer(tokenizer, config), config)
 
 

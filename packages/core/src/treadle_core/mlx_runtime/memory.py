@@ -29,3 +29,12 @@ def memory_bytes() -> int:
             if isinstance(value, int):
                 return value
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def wire_memory() -> None:
+    """Keep weights and KV resident on a Mac's GPU, up to what the driver recommends.
+
+    Without it macOS may page out weights between steps. Elsewhere there is nothing to do.
+    """
+    if mx.metal.is_available():
+        mx.set_wired_limit(memory_bytes())

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from treadle_core.engine import Engine, EngineConfig
 from treadle_core.mlx_runtime.load import LoadedModel, ModelOptions, load
-from treadle_core.mlx_runtime.memory import kv_budget
+from treadle_core.mlx_runtime.memory import kv_budget, wire_memory
 from treadle_core.ports import Observer
 
 
@@ -31,6 +31,7 @@ def open_engine(
         Unsupported: An option cannot be honoured.
     """
     config = config or EngineConfig()
+    wire_memory()
     loaded = load(options or ModelOptions())
     if config.kv_memory_bytes is None:
         config = replace(config, kv_memory_bytes=kv_budget(memory_utilization))

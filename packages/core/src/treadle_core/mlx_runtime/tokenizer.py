@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2.exceptions import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from treadle_core.errors import InvalidRequest
@@ -19,7 +18,8 @@ class ModelTokenizer:
 
     def __init__(self, wrapper: TokenizerWrapper, config: Mapping[str, Any]) -> None:
         self._wrapper = wrapper
-        self._hf: Any = wrapper._tokenizer  # noqa: SLF001 # pyright: ignore[reportPrivateUsage] — no public name
+        # mlx-lm gives no public name to it.
+        self._hf: Any = wrapper._tokenizer  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         self._size = len(self._hf)
         self._end_tokens = end_tokens(wrapper, self._hf, config)
         self._special = frozenset[int](self._hf.all_special_ids)
@@ -45,14 +45,24 @@ class ModelTokenizer:
         return bool(self._hf.chat_template)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of plain text; an opening token that the text begins with is not doubled."""
+        """Token ids of plain text; an opening token that the text begins with is not doubled.
+
+        Raises:
+            InvalidRequest: The text is no Unicode.
+        """
+        check_text(text)
         bos: Any = self._hf.bos_token
         add = not (bos and text.startswith(bos))
-        return list(self._hf.encode(text, add_special_tokens=add))
+        return list(self._hf.encode(text, add_special_tokens=add, verbose=False))
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Token ids of a rendered chat, which brings its own special tokens."""
-        return list(self._hf.encode(text, add_special_tokens=False))
+        """Token ids of a rendered chat, which brings its own special tokens.
+
+        Raises:
+            InvalidRequest: The text is no Unicode.
+        """
+        check_text(text)
+        return list(self._hf.encode(text, add_special_tokens=False, verbose=False))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of ``tokens`` without special tokens; ids beyond the vocabulary add nothing."""
@@ -96,7 +106,7 @@ class ModelTokenizer:
                 tokenize=False,
                 **template_args,
             )
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
+        except Exception as error:
             raise InvalidRequest(
                 "messages", f"{len(messages)} messages", f"what the chat template accepts ({error})"
             ) from error
@@ -109,6 +119,14 @@ def end_tokens(wrapper: TokenizerWrapper, hf: Any, config: Mapping[str, Any]) ->
     in_text: Any = text.get("eos_token_id") if isinstance(text, Mapping) else None
     sources = [hf.eos_token_id, config.get("eos_token_id"), in_text]
     return frozenset(wrapper.eos_token_ids).union(*map(token_ids, sources))
+
+
+def check_text(text: str) -> None:
+    """Raise InvalidRequest for text that no tokenizer takes: JSON can spell half a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest("prompt", text, "text without lone surrogates") from error
 
 
 def token_ids(value: Any) -> frozenset[int]:

@@ -8,10 +8,10 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from treadle_core import Event, Request, TreadleError
+from treadle_core import Event, Request
 from treadle_server import sse
 from treadle_server.generation import Answer, Dispatcher, Ending, Item, total
-from treadle_server.http import json_response, surprise, while_connected
+from treadle_server.http import explain, json_response, while_connected
 from treadle_server.openai.shapes import Shape, Whole
 
 logger = logging.getLogger("treadle.server")
@@ -140,10 +140,8 @@ class Answering(Response):
             await stream.write(spelled(chunks.opening()))
             await self._pass_on(events, chunks, stream)
             await stream.end(spelled(chunks.closing()) + sse.DONE)
-        except Exception as error:  # the status is sent already: the stream has to tell it
-            if not isinstance(error, TreadleError):
-                logger.error("%s failed", self._requests[0].id, exc_info=error)
-            await stream.end(sse.event(surprise(error).body))
+        except Exception as error:  # noqa: BLE001 — the status is sent: the stream has to tell it
+            await stream.end(sse.event(explain(error, self._requests[0].id).body))
 
     async def _pass_on(
         self, events: MemoryObjectReceiveStream[Item], chunks: Chunks, stream: sse.EventStream

@@ -69,7 +69,7 @@ class ChatCompletions:
         prompt = await serving.text_work(lambda: render(tokenizer, wire, arguments))
         return Request(
             id=request_id,
-            prompt=serving.check_size(prompt),
+            prompt=serving.check_size("messages", prompt),
             params=params,
             n=n,
             priority=wire.priority or 0,

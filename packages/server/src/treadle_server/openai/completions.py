@@ -76,7 +76,7 @@ class Completions:
         return [
             Request(
                 id=request_id if number == 0 else f"{request_id}-{number}",
-                prompt=serving.check_size(prompt),
+                prompt=serving.check_size("prompt", prompt),
                 params=params,
                 n=n,
                 priority=wire.priority or 0,

@@ -1,0 +1,219 @@
+"""The prefill chunk follows the measured speed: it converges, grows in steps, shrinks in time."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from treadle_core.pacing import (
+    FIRST_CHUNK,
+    FIRST_CHUNK_ALONE,
+    LONGEST_CHUNK_SECONDS,
+    SHORTEST_STALL,
+    SMALLEST_CHUNK,
+    SMALLEST_CHUNK_ALONE,
+    AdaptiveChunk,
+    FixedChunk,
+)
+
+LIMIT = 8_192
+
+
+class Machine:
+    """A machine on which a chunk takes ``fixed + per_token * tokens`` seconds."""
+
+    def __init__(self, *, fixed: float = 0.0, per_token: float = 1e-3, decode: float = 0.02):
+        self.fixed = fixed
+        self.per_token = per_token
+        self.decode = decode
+
+    def cost(self, num_tokens: int) -> float:
+        return self.fixed + self.per_token * num_tokens
+
+    def run(self, chunk: AdaptiveChunk, steps: int, limit: int = LIMIT) -> list[int]:
+        """Steps that prefill as much as they may beside four decoding rows."""
+        budgets: list[int] = []
+        for _ in range(steps):
+            budget = chunk.budget(4, limit)
+            budgets.append(budget)
+            chunk.observe(4, budget, self.cost(budget))
+            chunk.observe(4, 0, self.decode)
+        return budgets
+
+
+def test_a_fixed_chunk_is_fixed_while_somebody_decodes() -> None:
+    chunk = FixedChunk(100)
+    chunk.observe(4, 100, 1_000.0)
+
+    assert chunk.budget(1, LIMIT) == 100
+    assert chunk.budget(1, 60) == 60
+    assert chunk.budget(0, LIMIT) == LIMIT
+    assert chunk.overhead == 0
+
+
+def test_with_nobody_decoding_a_chunk_takes_about_a_second() -> None:
+    machine, chunk = Machine(per_token=1e-3), AdaptiveChunk(0.1)
+    assert chunk.budget(0, LIMIT) == FIRST_CHUNK_ALONE
+    machine.run(chunk, 5)
+
+    assert chunk.budget(0, LIMIT) == pytest.approx(LONGEST_CHUNK_SECONDS / 1e-3, abs=1)
+    assert chunk.budget(0, 7) == 7
+
+
+def test_a_chunk_with_nobody_decoding_is_not_tiny_however_slow_the_machine() -> None:
+    machine, chunk = Machine(per_token=1.0), AdaptiveChunk(0.1)
+    machine.run(chunk, 5)
+
+    assert chunk.budget(0, LIMIT) == SMALLEST_CHUNK_ALONE
+
+
+def test_until_a_speed_is_known_the_chunk_is_small() -> None:
+    chunk = AdaptiveChunk(0.1)
+
+    assert chunk.budget(1, LIMIT) == FIRST_CHUNK
+    assert chunk.budget(1, 5) == 5
+    assert chunk.overhead == 0
+
+
+def test_the_chunk_at_most_doubles() -> None:
+    budgets = Machine(per_token=1e-6).run(AdaptiveChunk(0.1), 12)
+
+    assert budgets[0] == FIRST_CHUNK
+    assert all(b <= 2 * max(a, FIRST_CHUNK) for a, b in pairwise(budgets))
+    assert budgets[:6] == [32, 64, 128, 256, 512, 1024]
+    assert budgets[-1] == LIMIT
+
+
+@pytest.mark.parametrize("per_token", [1e-4, 5e-4, 1e-3])
+@pytest.mark.parametrize("fixed", [0.0, 0.01, 0.03])
+@pytest.mark.parametrize("target", [0.1, 0.15, 0.5])
+def test_the_chunk_converges_to_the_stall_that_was_asked_for(
+    per_token: float, fixed: float, target: float
+) -> None:
+    machine, chunk = Machine(per_token=per_token, fixed=fixed), AdaptiveChunk(target)
+
+    budgets = machine.run(chunk, 60)
+
+    for budget in budgets[-10:]:
+        assert machine.cost(budget) == pytest.approx(target, rel=0.1)
+
+
+def test_the_chunk_is_learnt_from_prompts_that_nobody_waits_for_too() -> None:
+    machine, chunk = Machine(per_token=1e-3), AdaptiveChunk(0.1)
+    chunk.observe(0, 2_000, machine.cost(2_000))
+
+    # The first chunk beside others does not jump to what it could be.
+    assert machine.run(chunk, 3) == [32, 64, pytest.approx(100, abs=1)]
+
+
+def test_the_chunk_shrinks_while_tokens_become_slower() -> None:
+    machine, chunk = Machine(per_token=1e-4, fixed=0.01), AdaptiveChunk(0.1)
+    before = machine.run(chunk, 30)[-1]
+    for _ in range(200):
+        machine.per_token *= 1.01
+        assert machine.cost(machine.run(chunk, 1)[0]) <= 0.2
+
+    assert before == pytest.approx(900, rel=0.05)
+    assert machine.run(chunk, 1)[0] == pytest.approx(0.09 / machine.per_token, rel=0.2)
+
+
+def test_the_chunk_shrinks_when_tokens_become_slower() -> None:
+    machine, chunk = Machine(per_token=1e-4), AdaptiveChunk(0.1)
+    before = machine.run(chunk, 30)[-1]
+    machine.per_token = 5e-4
+
+    budgets = machine.run(chunk, 60)
+
+    assert before == pytest.approx(1_000, rel=0.05)
+    assert budgets[-1] == pytest.approx(200, rel=0.1)
+    assert machine.cost(budgets[15]) <= 0.2
+
+
+def test_the_stall_is_kept_over_long_prompts_one_after_the_other() -> None:
+    # The deeper in its prompt, the slower a token is.
+    machine, chunk, stalls = Machine(fixed=0.01), AdaptiveChunk(0.1), list[float]()
+    for _ in range(6):
+        position = 0
+        while position < 40_000:
+            machine.per_token = 1e-4 + 1.5e-8 * position
+            budget = machine.run(chunk, 1)[0]
+            stalls.append(machine.cost(budget))
+            position += budget
+
+    # The first chunk of a prompt is as large as the last one's speed allows.
+    stalls.sort()
+    assert stalls[len(stalls) // 2] == pytest.approx(0.1, rel=0.2)
+    assert stalls[int(0.95 * len(stalls))] <= 0.2
+
+
+def test_the_chunk_grows_again_when_tokens_become_faster() -> None:
+    machine, chunk = Machine(per_token=1e-3), AdaptiveChunk(0.1)
+    machine.run(chunk, 40)
+    machine.per_token = 1e-4
+
+    assert machine.run(chunk, 100)[-1] == pytest.approx(1_000, rel=0.1)
+
+
+def test_a_single_slow_step_does_not_collapse_the_chunk() -> None:
+    machine, chunk = Machine(per_token=1e-4), AdaptiveChunk(0.1)
+    before = machine.run(chunk, 40)[-1]
+    chunk.observe(4, before, 30.0)
+
+    assert machine.run(chunk, 1)[0] >= before / 2
+    assert machine.run(chunk, 60)[-1] == pytest.approx(before, rel=0.1)
+
+
+def test_a_machine_too_slow_for_the_stall_still_makes_progress() -> None:
+    budgets = Machine(per_token=1.0).run(AdaptiveChunk(0.001), 20)
+
+    assert set(budgets[1:]) == {SMALLEST_CHUNK}
+
+
+def test_a_chunk_is_not_so_small_that_it_is_all_overhead() -> None:
+    # A pass over the weights takes longer than the stall: about as many tokens as cost the same.
+    machine, chunk = Machine(fixed=0.2, per_token=1e-3), AdaptiveChunk(0.1)
+    for size in (32, 2_000, 64, 1_000):
+        chunk.observe(0, size, machine.cost(size))
+
+    assert chunk.overhead == pytest.approx(200, rel=0.05)
+    machine.run(chunk, 5)
+    assert chunk.budget(4, LIMIT) >= 150
+
+
+def test_without_a_target_two_decode_steps_are_the_stall() -> None:
+    slow, quick = AdaptiveChunk(), AdaptiveChunk()
+
+    slow_budgets = Machine(decode=0.4, per_token=1e-3).run(slow, 60)
+    quick_budgets = Machine(decode=0.001, per_token=1e-3).run(quick, 60)
+
+    assert slow_budgets[-1] == pytest.approx(800, rel=0.1)
+    assert quick_budgets[-1] == pytest.approx(SHORTEST_STALL / 1e-3, rel=0.1)
+
+
+@given(
+    target=st.one_of(st.none(), st.floats(1e-4, 10.0)),
+    observed=st.lists(
+        st.tuples(
+            st.integers(0, 300),
+            st.sampled_from([0, 1, 2, 16, 31, 500, 8_000]),
+            st.one_of(st.just(0.0), st.floats(0.0, 100.0)),
+        ),
+        max_size=30,
+    ),
+    limit=st.integers(1, LIMIT),
+    num_decoding=st.integers(0, 300),
+)
+@settings(deadline=None, max_examples=300)
+def test_whatever_was_observed_the_chunk_is_within_its_bounds(
+    target: float | None,
+    observed: list[tuple[int, int, float]],
+    limit: int,
+    num_decoding: int,
+) -> None:
+    chunk = AdaptiveChunk(target)
+    for decoding, prefill, seconds in observed:
+        chunk.observe(decoding, prefill, seconds)
+
+    assert 1 <= chunk.budget(num_decoding, limit) <= limit
+    assert chunk.overhead >= 0
