@@ -18,7 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers.pre_tokenizers import ByteLevel
 
 from treadle_core.errors import ModelLoadError
-from treadle_core.mlx_runtime.gguf import find_demo_model, load_gguf
+from treadle_core.mlx_runtime.gguf import find_demo_model, load_gguf, packed_is_faster
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN, LAYERS = 4, 2, 8, 32, 64, 2
 ROPE_THETA = 500000.0
@@ -225,6 +225,13 @@ class TestDemoModel:
         assert config["max_position_embeddings"] == 8192
         assert config["eos_token_id"] == [2]
         assert tokenizer.eos_token_ids == {2}
+
+    def test_by_default_its_weights_are_kept_as_is_faster_here(self, demo_path: Path) -> None:
+        model, _, _ = load_gguf(demo_path)
+
+        packed = [m for m in model.modules() if isinstance(m, nn.QuantizedLinear)]
+
+        assert bool(packed) == packed_is_faster()
 
     @pytest.mark.slow
     def test_it_knows_the_capital_of_france(self, demo: Any) -> None:
