@@ -610,6 +610,43 @@ def test_a_request_is_aborted_while_it_decodes(steps: int) -> None:
     assert runner.num_live == 0
 
 
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("victim", ["early", "late"])
+@pytest.mark.parametrize("steps", range(14))
+def test_a_request_is_aborted_between_any_two_steps(steps: int, victim: str, reuse: bool) -> None:
+    runner = ScriptedRunner(SCRIPT)
+    config = EngineConfig(prefill_step_size=8, chunked_prefill_tokens=8)
+    engine, checker = make_engine(runner=runner, config=config), EventChecker()
+    requests = {
+        "early": make_request("early", max_tokens=30),
+        "late": make_request("late", prompt=(5,) * 40, max_tokens=30),
+    }
+    engine.add(requests["early"])
+    checker.accepted(requests["early"])
+    for _ in range(3):
+        checker.feed(engine.step())
+    engine.add(requests["late"])
+    checker.accepted(requests["late"])
+    for _ in range(steps):
+        checker.feed(engine.step())
+
+    assert engine.abort(victim)
+    checker.feed(engine.flush())
+    assert finished(checker, victim).reason == "abort"
+    if reuse:
+        requests[victim] = make_request(victim, prompt=(7,) * 20, max_tokens=30)
+        engine.add(requests[victim])
+        checker.accepted(requests[victim])
+    else:
+        del requests[victim]
+    pump(engine, checker)
+
+    for id, request in requests.items():
+        assert isinstance(request.prompt, tuple)
+        assert checker.tokens[(id, 0)] == expected_tokens(SCRIPT, request.prompt, 30)
+    assert runner.num_live == 0
+
+
 def test_a_finished_request_is_not_aborted() -> None:
     engine = make_engine()
     run(engine, make_request(max_tokens=1))

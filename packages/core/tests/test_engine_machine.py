@@ -250,8 +250,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.num_accepted += n
 
     @precondition(lambda self: self.engine.has_work)
-    @rule(id=ids)
-    def abort(self, id: str) -> None:
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        known = sorted(self.engine._unfinished)
+        id = data.draw(st.sampled_from([*known, *known, *known, "a", "nobody"]))
         unfinished = self.is_unfinished(id)
         self.aborted.add(id)
         assert self.engine.abort(id) == unfinished

@@ -23,6 +23,7 @@ from treadle_core.plan import (
     Resize,
     Sampled,
     StepResult,
+    Transfer,
 )
 from treadle_core.request import Request, SamplingParams
 from treadle_core.scheduler import Limits, Scheduler
@@ -480,6 +481,28 @@ def test_every_workload_ends_within_its_bounds(
             assert end.usage.completion_tokens == longest - length + 1
 
 
+class Eager(FixedChunk):
+    """Says that beginning another chunk costs as much as very many tokens."""
+
+    @property
+    def overhead(self) -> int:
+        return 10_000
+
+
+def test_a_rest_that_is_prefilled_along_stays_within_the_step() -> None:
+    layout = KvLayout([LAYER], budget_bytes=None, max_rows=8, context_length=4_096)
+    limits = Limits(prefill_step_size=40, max_num_batched_tokens=60, max_num_seqs=8)
+    scheduler = Scheduler(layout=layout, chunk=Eager(30), queue=WaitingQueue(), limits=limits)
+    scheduler.add([make_sequence(order, 40 + order) for order in range(1, 5)])
+
+    plans = [scheduler.plan(0.0) for _ in range(40)]
+
+    chunks = [[len(p.tokens) for p in plan.prefills] for plan in plans]
+    assert max(map(max, filter(None, chunks))) <= 40
+    assert all(sum(c) + len(p.decodes) <= 60 for c, p in zip(chunks, plans, strict=True))
+    assert sum(map(sum, chunks)) == 40 + 41 + 42 + 43
+
+
 # Memory and priority
 
 
@@ -549,17 +572,24 @@ def test_waiting_makes_a_request_urgent_in_the_end() -> None:
 
 
 def test_a_row_moves_to_a_roomier_group_while_it_decodes() -> None:
-    workload = Workload()
+    # It is let in with room for 256 tokens more and needs 300; there it meets a row that decodes
+    # and one that is in the middle of its prompt.
+    workload = Workload(EngineConfig(chunked_prefill_tokens=16))
     workload.add(
-        make_request("small", 10, max_tokens=60, seed=1),
-        make_request("growing", 2_030, max_tokens=40, seed=2),
-        make_request("large", 3_000, max_tokens=40, seed=3),
+        make_request("growing", 1_780, max_tokens=300, seed=2),
+        make_request("small", 10, max_tokens=330, seed=1),
     )
+    workload.step(235)
+    workload.add(make_request("large", 2_100, max_tokens=80, seed=3))
+    workload.step(20)
+    workload.add(make_request("larger", 3_000, max_tokens=5, seed=4))
 
     workload.finish()
 
-    groups = {d.group for plan in workload.runner.plans for d in plan.decodes}
-    assert groups == {0, 1}
+    transfers = [t for plan in workload.runner.plans for t in plan.work if isinstance(t, Transfer)]
+    assert [(t.group, t.to_group, t.length) for t in transfers] == [(0, 1, 2_048)]
+    assert transfers[0].moves
+    assert all(isinstance(end, Finished) for end in workload.checker.terminal.values())
 
 
 def test_a_crash_in_the_middle_of_a_workload_changes_no_tokens() -> None:

@@ -371,7 +371,10 @@ class Engine:
             return
         now = self._clock.now()
         for setup in plan.joins:
-            self._answers[setup.key].admit(now)
+            answer = self._answers.get(setup.key)
+            # It may have ended, and its id been used again, since the plan was made.
+            if answer is not None and answer.sequence.output is setup.output:
+                answer.admit(now)
         try:
             step = self._runner.submit(plan)
         except Exception as error:  # noqa: BLE001 — whatever a model raises must not end the engine
