@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from treadle_core.mlx_runtime.gguf import find_demo_model
 
 ROOT = Path(__file__).parents[1]

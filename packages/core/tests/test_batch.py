@@ -11,6 +11,7 @@ from treadle_core.testing import (
     ByteTokenizer,
     Fault,
     ManualClock,
+    RecordingObserver,
     ScriptedRunner,
     answers,
     expected_tokens,
@@ -31,11 +32,14 @@ def make_engine(runner: ScriptedRunner | None = None, **config: int) -> Engine:
 
 
 def test_more_prompts_than_the_queue_holds_are_answered_in_their_order() -> None:
-    engine = make_engine(max_num_seqs=2, max_queue=3)
+    observer = RecordingObserver()
+    config = EngineConfig(max_num_seqs=2, max_queue=3)
+    engine = Engine(ScriptedRunner(SCRIPT), config=config, observers=[observer])
     prompts = [(i, i + 1, i * i % 250) for i in range(25)]
 
     found = generate_batch(engine, prompts, SamplingParams(max_tokens=4))
 
+    assert observer.requests == [f"batch-{i}" for i in range(25)]
     assert [c.tokens for c in found] == [expected_tokens(SCRIPT, p, 4) for p in prompts]
     assert {c.reason for c in found} == {"length"}
     assert not engine.has_work

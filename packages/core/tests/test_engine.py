@@ -756,6 +756,29 @@ def test_timings_say_where_the_time_went() -> None:
     )
 
 
+def test_a_reused_id_waits_in_the_queue_for_itself() -> None:
+    clock = ManualClock()
+    engine = make_engine(clock=clock)
+    engine.add(make_request("early", max_tokens=30))
+    for _ in range(3):
+        engine.step()
+    engine.add(make_request("late", prompt=(5,) * 9))
+    # The step that lets it in is planned, and put off for the events that are due.
+    engine.step()
+    engine.abort("late")
+    engine.flush()
+    request = make_request("late", prompt=(6,) * 9, max_tokens=1)
+    engine.add(request)
+    engine.step()
+    clock.advance(5.0)
+
+    late = [event for event in pump(engine) if event.request_id == "late"]
+
+    end = late[-1]
+    assert isinstance(end, Finished)
+    assert end.timings.queue == 5.0
+
+
 def test_a_request_that_never_ran_spent_its_time_in_the_queue() -> None:
     clock = ManualClock()
     engine, checker = make_engine(clock=clock), EventChecker()
@@ -962,6 +985,35 @@ def test_nothing_of_a_request_is_kept_after_its_end() -> None:
 
     assert live() == before
     assert not engine.has_work
+
+
+@pytest.mark.parametrize("at", [0, 2, 4])
+def test_a_tokenizer_that_cannot_decode_an_answer_fails_it_alone(at: int) -> None:
+    class Picky(ByteTokenizer):
+        def decode(self, tokens: Sequence[int]) -> str:
+            if 0xE2 in tokens:
+                raise ValueError("what is this?")
+            return super().decode(tokens)
+
+    bad = [65] * at + [0xE2]
+    runner = ScriptedRunner(answers({PROMPT: bad, (9, 9): b"hello"}))
+    engine = make_engine(runner=runner, tokenizer=Picky())
+
+    checker = run(
+        engine,
+        make_request(max_tokens=at + 1),
+        make_request("other", prompt=(9, 9), max_tokens=5),
+    )
+
+    assert failed(checker).code == "step_failed"
+    assert failed(checker).message == "request r failed: ValueError: what is this?"
+    assert failed(checker).usage.completion_tokens == at
+    assert checker.text[("other", 0)] == "hello"
+
+
+def test_a_context_beyond_the_models_is_refused_at_start() -> None:
+    with pytest.raises(Unsupported, match="context_length: got 32769, the model has 32768"):
+        make_engine(config=EngineConfig(context_length=32_769))
 
 
 def test_special_tokens_add_no_text() -> None:

@@ -56,7 +56,7 @@ EVERY_ERROR: list[tuple[TreadleError, str, bool, str]] = [
     (Unsupported("no such mode"), "unsupported", False, "no such mode"),
     (RequestFailed("r1", "why"), "request_failed", False, "request r1 failed: why"),
     (DeadlineExceeded("r1", "late"), "deadline_exceeded", False, "request r1 failed: late"),
-    (OutOfMemory("r1", "big"), "out_of_memory", True, "request r1 failed: big"),
+    (OutOfMemory("r1", "big"), "out_of_memory", False, "request r1 failed: big"),
     (StepFailed("r1", "bad"), "step_failed", False, "request r1 failed: bad"),
 ]
 

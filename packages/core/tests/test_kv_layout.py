@@ -224,7 +224,7 @@ def test_the_last_row_of_a_group_takes_the_buffer_with_it() -> None:
     layout, written = make_layout(), Lengths()
     decoding(layout, written, A)
 
-    assert layout.release(A, written, scrub=True) == [Close(0, 0, (), scrub=True), Resize(0, 0, 0)]
+    assert layout.release(A, written) == [Close(0, 0, ()), Resize(0, 0, 0)]
     assert layout.groups == {}
     assert layout.allocated_bytes == 0
 
@@ -437,10 +437,10 @@ class LayoutMachine(RuleBasedStateMachine):
         self.write(key, length - self.written[key])
 
     @precondition(lambda self: self.reserved)
-    @rule(data=st.data(), scrub=st.booleans())
-    def release(self, data: st.DataObject, scrub: bool) -> None:
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.reserved)))
-        self.buffers.carry_out(self.layout.release(key, self.written, scrub=scrub))
+        self.buffers.carry_out(self.layout.release(key, self.written))
         del self.reserved[key], self.written[key]
         self.decoding.discard(key)
 

@@ -64,9 +64,18 @@ def test_a_bounded_full_layer_becomes_a_window() -> None:
     )
 
 
-@pytest.mark.parametrize("layer", [WINDOW, RECURRENT, OPAQUE])
+def test_a_window_is_never_longer_than_the_bound() -> None:
+    assert bound(WINDOW, 2 * WINDOW.size, 4) == WINDOW
+    assert bound(WINDOW, WINDOW.size - 1, 4).size == WINDOW.size - 1
+
+
+@pytest.mark.parametrize("layer", [RECURRENT, OPAQUE])
 def test_other_layers_are_bounded_already_or_not_ours_to_bound(layer: LayerSpec) -> None:
-    assert bound(layer, 512, 4) is layer
+    assert bound(layer, 512, 4) == layer
+
+
+def test_a_window_wider_than_the_bound_is_narrowed() -> None:
+    assert bound(WINDOW, 50, 2) == Window(2, 4, 3, "float32", size=50, keep=4)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,8 @@ from treadle_core.mlx_runtime.load import (
 from treadle_core.mlx_runtime.open import open_engine
 from treadle_core.testing import zoo
 
+from .test_gguf import write_gguf
+
 PROMPT = tuple(b"A treadle keeps the loom moving")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -176,6 +178,17 @@ def test_adapters_that_are_not_there_are_refused(checkpoint: Path) -> None:
 def test_adapters_are_refused_for_a_gguf_file(tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="adapter_path cannot be honoured for a GGUF file"):
         load(ModelOptions(model=str(tmp_path / "model.gguf"), adapter_path="somewhere"))
+
+
+def test_a_gguf_file_is_loaded_and_named_after_its_model(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.Q8_0.gguf")
+
+    loaded = load(ModelOptions(model=str(path)))
+
+    assert loaded.name == "tiny"
+    assert loaded.runner.spec.batched
+    assert loaded.runner.spec.context_length == 512
+    assert loaded.tokenizer.end_tokens == {2}
 
 
 def test_a_damaged_gguf_file_is_refused(tmp_path: Path) -> None:

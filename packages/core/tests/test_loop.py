@@ -6,6 +6,7 @@ from typing import Any
 
 import anyio
 import pytest
+from anyio.streams.memory import MemoryObjectReceiveStream
 from blockbuster import BlockBuster, blockbuster_ctx
 
 from treadle_core.engine import Engine, EngineConfig
@@ -547,3 +548,71 @@ async def test_what_a_call_raises_is_raised_to_the_caller_only() -> None:
         events = await engine.generate(make_request(max_tokens=2))
 
     assert len(events) == 3
+
+
+async def test_an_exit_on_the_owner_thread_is_no_exit_of_the_caller() -> None:
+    def leave(engine: Engine) -> None:
+        raise SystemExit(3)
+
+    async with make_engine() as engine:
+        with pytest.raises(EngineClosed, match="SystemExit: 3"):
+            await engine.call(leave)
+        events = await engine.generate(make_request(max_tokens=2))
+
+    assert len(events) == 3
+
+
+async def test_an_engine_is_entered_once() -> None:
+    engine = make_engine()
+    async with engine:
+        with pytest.raises(EngineClosed, match="once"):
+            await engine.__aenter__()
+        assert len(await engine.generate(make_request(max_tokens=2))) == 3
+
+    with pytest.raises(EngineClosed, match="once"):
+        await engine.__aenter__()
+
+
+async def test_a_reader_that_closes_its_stream_disturbs_nobody() -> None:
+    runner = ScriptedRunner(SCRIPT)
+    neighbour = make_request("neighbour", max_tokens=100)
+
+    async with make_engine(runner) as engine:
+        async with engine.open(neighbour) as events, engine.open(make_request("rude")) as stream:
+            assert isinstance(stream, MemoryObjectReceiveStream)
+            stream.close()
+            found = [event async for event in events]
+        await idle(engine)
+
+        assert runner.num_live == 0
+    assert tokens_of(found) == expected(neighbour)
+
+
+async def test_a_factory_that_exits_is_told_and_nobody_waits_for_ever() -> None:
+    def factory() -> Engine:
+        raise SystemExit(3)
+
+    with anyio.fail_after(PATIENCE), pytest.raises(EngineClosed, match="SystemExit"):
+        async with AsyncEngine(factory):
+            pass
+
+
+async def test_a_factory_that_makes_no_engine_is_told() -> None:
+    not_an_engine: Any = object()
+
+    with anyio.fail_after(PATIENCE), pytest.raises(AttributeError, match="stats"):
+        async with AsyncEngine(lambda: not_an_engine):
+            pass
+
+
+async def test_a_command_that_exits_fails_for_its_caller_alone() -> None:
+    def leave(engine: Engine) -> None:
+        raise SystemExit(3)
+
+    with anyio.fail_after(PATIENCE):
+        async with make_engine() as engine:
+            with pytest.raises(EngineClosed, match="SystemExit"):
+                await engine.call(leave)
+            events = await engine.generate(make_request(max_tokens=3))
+
+    assert isinstance(events[-1], Finished)

@@ -5,7 +5,7 @@ import os
 import mlx.core as mx
 import pytest
 
-from treadle_core.errors import InvalidRequest
+from treadle_core.errors import InvalidRequest, Unsupported
 from treadle_core.mlx_runtime.memory import kv_budget, memory_bytes
 
 
@@ -29,11 +29,12 @@ def test_the_budget_is_a_share_of_it_without_what_is_taken_already() -> None:
     assert budgets == [int(memory_bytes() * share) - active for share in (0.25, 0.5, 1.0)]
 
 
-def test_a_share_smaller_than_the_weights_leaves_nothing() -> None:
+def test_a_share_that_the_weights_use_up_is_refused_with_the_numbers() -> None:
     weights = mx.zeros((2**22,), dtype=mx.uint8)
     mx.eval(weights)
 
-    assert kv_budget(weights.nbytes / memory_bytes() / 2) == 0
+    with pytest.raises(Unsupported, match=r"leaves 0 for KV beside \d+ bytes of weights"):
+        kv_budget(weights.nbytes / memory_bytes() / 2)
 
 
 @pytest.mark.parametrize("share", [0, -0.1, 1.1, float("nan"), True, "half"])

@@ -189,6 +189,7 @@ class TestAdjustment:
             constraint=constraint,
         )
         logits = random_logits(1)
+        logits[[1, 2, 4, 9]] = [2.5, -2.5, 1.5, -1.5]  # of prompt and answer, either sign
 
         rows.step({"a": logits})
 
@@ -263,6 +264,20 @@ class TestAdjustment:
             found.append(rows.step(order)["a"])
 
         assert found == expected
+
+    def test_a_new_row_under_an_old_name_starts_with_its_own_parameters_and_history(self) -> None:
+        rows = Rows()
+        params = SamplingParams(temperature=0.0, frequency_penalty=2.0)
+        logits = np.zeros(VOCAB)
+        logits[:2] = [1.0, 0.5]
+        rows.join("a", params, output=[])
+        before = [rows.step({"a": logits})["a"] for _ in range(2)]
+
+        rows.leave("a")
+        rows.join("a", params, output=[])
+        after = [rows.step({"a": logits})["a"] for _ in range(2)]
+
+        assert before == after == [0, 1]
 
 
 FILTERS = [
@@ -521,6 +536,13 @@ class TestSeeds:
 
     def test_without_a_seed_one_is_drawn(self) -> None:
         assert choice_seed(None, 0) != choice_seed(None, 0)
+
+    def test_all_bits_of_a_seed_count(self) -> None:
+        # The first two numbers that SplitMix64 gives for seed 0 (Vigna's reference program).
+        assert mix_seed(0) == (0xE220A839, 0x7B1DCDAF)
+        assert mix_seed(0x9E3779B97F4A7C15) == (0x6E789E6A, 0xA1B965F4)
+        keys = [mix_seed(1 << bit) for bit in range(64)]
+        assert len({high for high, _ in keys}) == len({low for _, low in keys}) == 64
 
     def test_a_negative_seed_is_a_seed(self) -> None:
         assert self.tokens_of(choice_seed(-3, 0), [1, 2]) == self.tokens_of(2**64 - 3, [1, 2])

@@ -39,6 +39,7 @@ from treadle_core.testing import (
     pump,
 )
 from treadle_core.waiting import WaitingQueue
+from treadle_core.waiting import priority as by_priority
 
 SCRIPT = hashed(250)
 LAYER = FullAttention(heads=1, key_dim=1, value_dim=1, dtype="float32")
@@ -167,17 +168,6 @@ def test_what_finishes_late_costs_one_row_of_one_step() -> None:
     assert third.leaves == (("r1", 0),)
     assert scheduler.apply(second, result_of(second)) == []
     assert not scheduler.has_work
-
-
-def test_a_row_that_failed_is_scrubbed() -> None:
-    scheduler = make_scheduler()
-    sequence = make_sequence(1, 5)
-    scheduler.add([sequence])
-    scheduler.plan(0.0)
-
-    scheduler.finish(sequence, scrub=True)
-
-    assert scheduler.plan(0.0).work[0] == Close(0, 0, (), scrub=True)
 
 
 def test_a_full_queue_takes_nothing() -> None:
@@ -493,14 +483,14 @@ def test_a_rest_that_is_prefilled_along_stays_within_the_step() -> None:
     layout = KvLayout([LAYER], budget_bytes=None, max_rows=8, context_length=4_096)
     limits = Limits(prefill_step_size=40, max_num_batched_tokens=60, max_num_seqs=8)
     scheduler = Scheduler(layout=layout, chunk=Eager(30), queue=WaitingQueue(), limits=limits)
-    scheduler.add([make_sequence(order, 40 + order) for order in range(1, 5)])
+    scheduler.add([make_sequence(order, 45 + order) for order in range(1, 5)])
 
     plans = [scheduler.plan(0.0) for _ in range(40)]
 
     chunks = [[len(p.tokens) for p in plan.prefills] for plan in plans]
     assert max(map(max, filter(None, chunks))) <= 40
     assert all(sum(c) + len(p.decodes) <= 60 for c, p in zip(chunks, plans, strict=True))
-    assert sum(map(sum, chunks)) == 40 + 41 + 42 + 43
+    assert sum(map(sum, chunks)) == 45 + 46 + 47 + 48
 
 
 # Memory and priority
@@ -601,3 +591,27 @@ def test_a_crash_in_the_middle_of_a_workload_changes_no_tokens() -> None:
 
     assert runner.num_resets == 2
     assert all(isinstance(end, Finished) for end in workload.checker.terminal.values())
+
+
+def test_a_more_urgent_prompt_is_prefilled_first_whatever_its_length() -> None:
+    # Keeps its order number, changes its priority.
+    def with_priority(sequence: Sequence, priority: int) -> Sequence:
+        sequence.request = replace(sequence.request, priority=priority)
+        return sequence
+
+    layout = KvLayout([LAYER], budget_bytes=None, max_rows=8, context_length=4_096)
+    queue = WaitingQueue(by_priority)
+    scheduler = Scheduler(layout=layout, chunk=FixedChunk(8), queue=queue, limits=Limits())
+    patient = with_priority(make_sequence(2, 100), 50)
+    urgent = with_priority(make_sequence(3, 300), -50)
+    scheduler.add([make_sequence(1, 3, max_tokens=100)])
+    scheduler.plan(0.0)
+    scheduler.add([patient])
+    scheduler.plan(0.0)
+    scheduler.add([urgent])
+
+    for _ in range(20):
+        scheduler.plan(0.0)
+
+    assert urgent.num_computed == 160
+    assert patient.num_computed == 8

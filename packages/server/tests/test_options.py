@@ -80,12 +80,13 @@ def found_in(config: Any, option: Option) -> Any:
 def test_the_flags_of_the_reference_are_all_there() -> None:
     flags = {option.flag.removeprefix("--") for option in SERVE_OPTIONS}
     assert set(REFERENCE_FLAGS) <= flags
-    assert flags - set(REFERENCE_FLAGS) == {"default-chat-template-kwargs"}
+    assert flags - set(REFERENCE_FLAGS) == {"default-chat-template-kwargs", "ageing-seconds"}
 
 
 @pytest.mark.parametrize("option", SERVE_OPTIONS, ids=lambda option: option.field)
 def test_every_flag_of_serve_changes_its_setting_alone(option: Option) -> None:
-    config, plain = serve_of(*spelled(option)), ServeConfig()
+    needed = ["--policy", "priority"] if option.field == "ageing_seconds" else []
+    config, plain = serve_of(*spelled(option), *needed), serve_of(*needed)
     assert found_in(config, option) == value_of(option)
     assert found_in(config, option) != found_in(plain, option)
     for other in SERVE_OPTIONS:
@@ -175,6 +176,7 @@ def test_flags_win_over_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--default-chat-template-kwargs", "[]"], "--default-chat-template-kwargs"),
         (["--gpu-memory-utilization", "1.5"], "gpu_memory_utilization: got 1.5"),
         (["--kv-memory-mb", "5", "--gpu-memory-utilization", "0.5"], "exclude each other"),
+        (["--ageing-seconds", "5"], "ageing_seconds means nothing unless policy is priority"),
         (
             ["--chunked-prefill-tokens", "5", "--max-decode-stall-ms", "5"],
             "exclude each other",

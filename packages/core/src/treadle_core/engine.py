@@ -19,7 +19,7 @@ from treadle_core.errors import (
     Unsupported,
     describe,
 )
-from treadle_core.events import Event, Failed
+from treadle_core.events import Event, Failed, FinishReason
 from treadle_core.kv_layout import KvLayout
 from treadle_core.pacing import AdaptiveChunk, FixedChunk
 from treadle_core.plan import Plan, Sampled, StepResult
@@ -27,7 +27,7 @@ from treadle_core.ports import ChunkPolicy, Clock, Observer, PendingStep, Runner
 from treadle_core.request import Request, check_float, check_int
 from treadle_core.scheduler import Limits, Scheduler
 from treadle_core.sequence import Sequence
-from treadle_core.waiting import WaitingQueue, fcfs, priority_with_ageing
+from treadle_core.waiting import AGEING_SECONDS, WaitingQueue, fcfs, priority_with_ageing
 
 POLICIES = ("fcfs", "priority")
 
@@ -39,7 +39,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         max_num_seqs: Most sequences that run at once.
         max_queue: Most sequences that wait; one more is refused with QueueFull.
         max_num_batched_tokens: Most tokens of a step, decode and prefill together.
-        prefill_step_size: Most prompt tokens of one sequence in one step.
+        prefill_step_size: Most prompt tokens of one step.
         chunked_prefill_tokens: Prompt tokens per step while others decode; 0 adapts the number
             to ``max_decode_stall_ms``.
         max_decode_stall_ms: How much longer than a plain decode step a step may take because of
@@ -57,7 +57,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     chunked_prefill_tokens: int = 0
     max_decode_stall_ms: float | None = None
     policy: str = "fcfs"
-    ageing_seconds: float = 10.0
+    ageing_seconds: float = AGEING_SECONDS
     kv_memory_bytes: int | None = None
     context_length: int | None = None
 
@@ -150,7 +150,11 @@ class Engine:
         self._clock = clock or SystemClock()
         self._observers = tuple(observers)
         spec = runner.spec
-        self._context = min(spec.context_length, self._config.context_length or 2**31)
+        self._context = self._config.context_length or spec.context_length
+        if self._context > spec.context_length:
+            raise Unsupported(
+                f"context_length: got {self._context}, the model has {spec.context_length}"
+            )
         self._scheduler = Scheduler(
             layout=KvLayout(
                 spec.layers,
@@ -236,8 +240,7 @@ class Engine:
         """
         answers = [a for key, a in self._answers.items() if key[0] == request_id]
         for answer in answers:
-            self._scheduler.finish(answer.sequence)
-            self._end(answer, answer.finish("abort", self._clock.now()))
+            self._finish(answer, "abort")
         return bool(answers)
 
     def step(self) -> list[Event]:
@@ -411,7 +414,7 @@ class Engine:
             if isinstance(outcome, Sampled):
                 self._take_token(answer, outcome, now)
             else:
-                self._scheduler.finish(sequence, scrub=True)
+                self._scheduler.finish(sequence)
                 error = StepFailed(sequence.request.id, outcome)
                 self._end(answer, answer.fail(error, now))
 
@@ -427,8 +430,17 @@ class Engine:
             return
         self._events.append(event)
         if reason is not None:
-            self._scheduler.finish(answer.sequence)
-            self._end(answer, answer.finish(reason, now))
+            self._finish(answer, reason)
+
+    def _finish(self, answer: Answer, reason: FinishReason) -> None:
+        """End an answer well; a tokenizer that cannot decode its rest fails it alone."""
+        now = self._clock.now()
+        self._scheduler.finish(answer.sequence)
+        try:
+            event: Event = answer.finish(reason, now)
+        except Exception as error:  # noqa: BLE001 — a tokenizer may raise anything
+            event = answer.fail(StepFailed(answer.sequence.request.id, describe(error)), now)
+        self._end(answer, event)
 
     def _report_progress(self, plan: Plan) -> None:
         alive = self._scheduler.alive(plan)

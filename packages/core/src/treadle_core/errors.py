@@ -155,7 +155,6 @@ class OutOfMemory(RequestFailed):
     """The request's KV does not fit in the budget, even with nobody else running."""
 
     code = "out_of_memory"
-    retryable = True
 
 
 class StepFailed(RequestFailed):

@@ -156,14 +156,14 @@ class KvLayout:
             self._reserved[key] = before
         return resize
 
-    def release(self, key: Key, written: Written, *, scrub: bool = False) -> list[Instruction]:
+    def release(self, key: Key, written: Written) -> list[Instruction]:
         """The row of ``key`` is free; the last rows move into the hole."""
         number = self._group_of.pop(key)
         self._reserved.pop(key)
         group = self._groups[number]
         row = group.row(key)
         moves = _fill_hole(group, row, written)
-        instructions: list[Instruction] = [Close(number, row, moves, scrub)]
+        instructions: list[Instruction] = [Close(number, row, moves)]
         if group.num_used == 0:
             del self._groups[number]
             instructions.append(Resize(number, 0, 0))

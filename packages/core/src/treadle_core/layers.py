@@ -1,6 +1,7 @@
 """What each layer of a model keeps between tokens, as data: asked once, at load."""
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "uint32": 4, "uint8": 1}
 
@@ -85,7 +86,9 @@ def bound(spec: LayerSpec, max_kv_size: int, keep: int) -> LayerSpec:
             return Window(heads, key_dim, value_dim, dtype, max_kv_size, keep)
         case Composite(parts):
             return Composite(tuple(bound(part, max_kv_size, keep) for part in parts))
-        case Window() | Recurrent() | Opaque():
+        case Window():
+            return replace(spec, size=min(spec.size, max_kv_size))
+        case Recurrent() | Opaque():
             return spec
 
 

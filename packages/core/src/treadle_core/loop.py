@@ -82,7 +82,13 @@ class AsyncEngine:
         self._engine: Engine | None = None
 
     async def __aenter__(self) -> Self:
-        """Start the owner thread and wait for the model."""
+        """Start the owner thread and wait for the model.
+
+        Raises:
+            EngineClosed: It was entered before; an engine lives once.
+        """
+        if self._thread is not None:
+            raise EngineClosed("an engine can be entered once")
         self._portal = await self._stack.enter_async_context(BlockingPortal())
         started: Outcome[None] = Outcome()
         self._thread = threading.Thread(
@@ -246,7 +252,15 @@ class AsyncEngine:
     def _deliver(self, events: Iterable[Event]) -> None:
         for event in events:
             subscription = self._subscriptions.get(event.request_id)
-            if subscription is not None and subscription.deliver(event):
+            if subscription is None:
+                continue
+            try:
+                last = subscription.deliver(event)
+            except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+                # Its reader closed the stream; the other readers' events must still arrive.
+                self._leave(subscription)
+                continue
+            if last:
                 del self._subscriptions[event.request_id]
                 subscription.send.close()
 
@@ -254,13 +268,13 @@ class AsyncEngine:
         """The owner thread."""
         try:
             engine = self._factory()
-        except Exception as error:  # noqa: BLE001 — raised again where the engine is entered
-            failure = error
+            self._stats = engine.stats()
+        except BaseException as error:  # noqa: BLE001 — raised again where the engine is entered
+            failure = tellable(error)
             self._dead = f"the engine did not start: {describe(error)}"
             self._emit(lambda: started.fail(failure))
             return
         self._engine = engine
-        self._stats = engine.stats()
         self._dead = None
         self._emit(lambda: started.succeed(None))
         reason = "the engine stopped"
@@ -268,7 +282,7 @@ class AsyncEngine:
             while self._serve(engine):
                 pass
             reason = CLOSED
-        except Exception as error:  # noqa: BLE001 — the last resort: nobody may wait for ever
+        except BaseException as error:  # noqa: BLE001 — the last resort: nobody may wait for ever
             reason = f"the engine stopped: {describe(error)}"
         finally:
             self._engine = None
@@ -279,16 +293,20 @@ class AsyncEngine:
         with self._wake:
             while not (self._inbox or self._closing or engine.has_work):
                 self._wake.wait()
-            commands = list(self._inbox)
-            self._inbox.clear()
-        for command in commands:
-            command.run(engine)
+            num_commands = len(self._inbox)
+        # One by one: if a command ends the engine, those behind it are still there to be told.
+        for _ in range(num_commands):
+            self._next_command().run(engine)
         if self._closing:
             return False
         if engine.has_work:
             self._tell(engine.step())
         self._stats = engine.stats()
         return True
+
+    def _next_command(self) -> Command:
+        with self._wake:
+            return self._inbox.popleft()
 
     def _end(self, engine: Engine, reason: str) -> None:
         """Close the engine and tell everybody who waits."""
@@ -331,6 +349,11 @@ class AsyncEngine:
         await self._stack.aclose()
 
 
+def tellable(error: BaseException) -> Exception:
+    """An exception that may be raised on another thread: an exit there is not an exit here."""
+    return error if isinstance(error, Exception) else EngineClosed(describe(error))
+
+
 class Outcome(Generic[T]):
     """A result that another thread provides once; settled and awaited on the event loop."""
 
@@ -353,8 +376,8 @@ class Outcome(Generic[T]):
         """Call ``function`` here; return what settles this outcome on the event loop."""
         try:
             value = function()
-        except Exception as error:  # noqa: BLE001 — raised again where the outcome is awaited
-            failure = error
+        except BaseException as error:  # noqa: BLE001 — raised again where the outcome is awaited
+            failure = tellable(error)
             return lambda: self.fail(failure)
         return lambda: self.succeed(value)
 

@@ -4,7 +4,7 @@ Rows of a group are ordered: ``[0, decoding)`` decode together, ``[decoding, all
 one. A row's tokens are ``[0, start)`` in the KV already and ``[start, start + n)`` in this step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -50,12 +50,11 @@ class Move(Struct, frozen=True, array_like=True):
 
 
 class Close(Struct, frozen=True, tag="close"):
-    """Row ``row`` leaves; ``moves`` fill the hole. ``scrub`` zeroes what it leaves behind."""
+    """Row ``row`` leaves; ``moves`` fill the hole."""
 
     group: int
     row: int
     moves: tuple[Move, ...]
-    scrub: bool = False
 
 
 class Transfer(Struct, frozen=True, tag="transfer"):
@@ -195,6 +194,3 @@ class StepResult(Struct, frozen=True, kw_only=True):
     def decode_seconds(self) -> float:
         """What the decode of all rows took."""
         return max(0.0, self.seconds - sum(self.prefill_seconds))
-
-
-Wait = Callable[[], StepResult]

@@ -1,6 +1,6 @@
 """Interfaces that the engine asks for. They speak tokens, bytes and plain data, never arrays."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 from treadle_core.events import Event
@@ -128,7 +128,7 @@ class TokenConstraint(Protocol):
 
 
 class Observer(Protocol):
-    """Is told what happens; must not raise and must return quickly."""
+    """Is told what happens on the owner thread; returns quickly. If it raises, the engine ends."""
 
     def accepted(self, request_id: str) -> None:
         """A request was accepted."""
@@ -141,7 +141,3 @@ class Observer(Protocol):
     def emitted(self, events: Iterable[Event]) -> None:
         """Events are about to be delivered."""
         ...
-
-
-RunnerFactory = Callable[[], Runner]
-"""Makes a runner on the thread that will use it."""

@@ -5,6 +5,7 @@ assumes that the step before it succeeds, because it is made before that step's 
 What is found out late (an end token, a stop string) costs one row of one step, never a token.
 """
 
+import math
 from collections.abc import Iterable
 
 from msgspec import Struct
@@ -35,7 +36,7 @@ class Limits(Struct, frozen=True, kw_only=True):
         max_num_seqs: Most sequences with a row.
         max_queue: Most sequences that wait; one more is refused.
         max_num_batched_tokens: Most tokens of a step, decode and prefill together.
-        prefill_step_size: Most prompt tokens of one row in one step.
+        prefill_step_size: Most prompt tokens of one step.
     """
 
     max_num_seqs: int = 256
@@ -83,11 +84,13 @@ class Scheduler:
         self._waiting = queue
         self._limits = limits
         self._running: dict[Key, Sequence] = {}
-        self._leaving: list[tuple[Sequence, bool]] = []
+        self._leaving: list[Sequence] = []
         self._rows: dict[Key, Sequence] = {}
         self._planned: dict[int, list[tuple[Sequence, int]]] = {}
         self._doomed: list[Sequence] = []
         self._number = 0
+        self._any_suspect = False
+        self._next_deadline = math.inf
 
     @property
     def num_waiting(self) -> int:
@@ -134,24 +137,24 @@ class Scheduler:
             raise QueueFull(len(self._waiting), self._limits.max_queue)
         for sequence in sequences:
             self._waiting.push(sequence)
+            self._next_deadline = min(self._next_deadline, sequence.deadline or math.inf)
 
-    def finish(self, sequence: Sequence, *, scrub: bool = False) -> None:
-        """End a sequence in whatever state it is; its row is free from the next plan on.
-
-        Args:
-            sequence: One that has not finished.
-            scrub: Whether its row may hold values that are not finite.
-        """
+    def finish(self, sequence: Sequence) -> None:
+        """End a sequence in whatever state it is; its row is free from the next plan on."""
         self._waiting.discard(sequence)
         self._running.pop(sequence.key, None)
         sequence.move_to(Status.FINISHED)
         # Not by key: the row may be a finished predecessor's that had the same request id.
         if self._rows.get(sequence.key) is sequence:
-            self._leaving.append((sequence, scrub))
+            self._leaving.append(sequence)
 
     def expired(self, now: float) -> list[Sequence]:
         """Unfinished sequences whose deadline has passed."""
-        return [s for s in self.sequences if s.deadline is not None and s.deadline <= now]
+        if now < self._next_deadline:
+            return []
+        limited = [(s.deadline, s) for s in self.sequences if s.deadline is not None]
+        self._next_deadline = min((d for d, _ in limited if d > now), default=math.inf)
+        return [s for deadline, s in limited if deadline <= now]
 
     def take_doomed(self) -> list[Sequence]:
         """Sequences found to fit no more, even alone; the caller ends them."""
@@ -220,6 +223,7 @@ class Scheduler:
         guilty = again if len(blamed) == 1 else []
         for sequence, _ in involved:
             sequence.suspect = True
+        self._any_suspect = True
         self._layout.reset()
         self._rows.clear()
         self._leaving.clear()
@@ -253,36 +257,43 @@ class Scheduler:
         return self._rows[key].num_computed
 
     def _release_finished(self, draft: Draft) -> None:
-        for sequence, scrub in self._leaving:
-            self._release(draft, sequence, scrub=scrub)
+        for sequence in self._leaving:
+            self._release(draft, sequence)
         self._leaving.clear()
         for sequence in list(self._running.values()):
             # Its last token is on the way: the row is not needed any more.
             if not sequence.wants_token and sequence.key in self._rows:
                 self._release(draft, sequence)
 
-    def _release(self, draft: Draft, sequence: Sequence, *, scrub: bool = False) -> None:
-        draft.work += self._layout.release(sequence.key, self._written, scrub=scrub)
+    def _release(self, draft: Draft, sequence: Sequence) -> None:
+        draft.work += self._layout.release(sequence.key, self._written)
         draft.leaves.append(sequence.key)
         del self._rows[sequence.key]
 
     def _preempt(self, draft: Draft, sequence: Sequence) -> None:
+        """Take the row of a sequence for others."""
+        self._requeue(draft, sequence)
+        sequence.num_preemptions += 1
+
+    def _requeue(self, draft: Draft, sequence: Sequence) -> None:
         self._release(draft, sequence)
         del self._running[sequence.key]
         sequence.restart()
-        sequence.num_preemptions += 1
         self._waiting.push(sequence)
 
     def _suspect(self) -> Sequence | None:
         """Who has to run alone now, after a step that failed."""
+        if not self._any_suspect:
+            return None
         suspects = [s for s in self.sequences if s.suspect]
+        self._any_suspect = bool(suspects)
         running = [s for s in suspects if s.status is not Status.WAITING]
         return min(running or suspects, key=lambda s: s.order, default=None)
 
     def _preempt_others(self, draft: Draft, only: Sequence) -> None:
         for sequence in list(self._running.values()):
             if sequence is not only and sequence.key in self._rows:
-                self._preempt(draft, sequence)
+                self._requeue(draft, sequence)
 
     def _make_room_to_decode(self, draft: Draft, now: float) -> bool:
         """Give each decoding row room for a token, taking rows from the last served if need be."""
@@ -345,19 +356,30 @@ class Scheduler:
         """Whose prompt goes on: in turns the oldest, so that it ends, and the shortest."""
         started = [s for s in self._running.values() if s.status is Status.PREFILL]
         open_ = [s for s in started if s not in served]
-        if open_ and self._number % 2:
-            return min(open_, key=lambda s: s.order)
-        shortest = min(open_, key=lambda s: (s.num_to_prefill, s.order), default=None)
         head = (only or self._waiting.peek(now)) if may_admit else None
+        if open_ and self._number % 2:
+            oldest = min(open_, key=lambda s: self._waiting.rank(s, now))
+            if head is None or self._urgency(head, now) >= self._urgency(oldest, now):
+                return oldest
+        shortest = min(open_, key=lambda s: self._haste(s, now), default=None)
         while head is not None and head.status is Status.WAITING:
-            if shortest is None or head.num_to_prefill < shortest.num_to_prefill:
+            if shortest is None or self._haste(head, now) < self._haste(shortest, now):
                 return self._admit(draft, head) or shortest
             # A long one only gets its row, and only so that a shorter one behind it is not stuck.
-            stuck = any(s.num_to_prefill < shortest.num_to_prefill for s in self._waiting)
+            mine = self._haste(shortest, now)
+            stuck = any(self._haste(s, now) < mine for s in self._waiting)
             if only is not None or not stuck or self._admit(draft, head) is None:
                 break
             head = self._waiting.peek(now)
         return shortest
+
+    def _urgency(self, sequence: Sequence, now: float) -> float:
+        return self._waiting.rank(sequence, now)[0]
+
+    def _haste(self, sequence: Sequence, now: float) -> tuple[float, int, int]:
+        """Smallest for the most urgent, and among equally urgent ones for the shortest prompt."""
+        urgency, order = self._waiting.rank(sequence, now)
+        return urgency, sequence.num_to_prefill, order
 
     def _admit(self, draft: Draft, sequence: Sequence) -> Sequence | None:
         """Give the next sequence a row, if there is one for it."""

@@ -7,18 +7,11 @@ from treadle_core.sequence import Sequence
 Policy = Callable[[Sequence, float], tuple[float, int]]
 """``policy(sequence, now)``: the smallest is served next; ties never happen (order is unique)."""
 
-AGEING_SECONDS = 10.0
-
 
 def fcfs(sequence: Sequence, now: float) -> tuple[float, int]:
     """First come, first served."""
     del now
     return (0.0, sequence.order)
-
-
-def priority(sequence: Sequence, now: float) -> tuple[float, int]:
-    """Lowest priority number first; each ten seconds of waiting count as one step, so that nothing starves."""
-    return priority_with_ageing(AGEING_SECONDS)(sequence, now)
 
 
 def priority_with_ageing(seconds: float) -> Policy:
@@ -29,6 +22,10 @@ def priority_with_ageing(seconds: float) -> Policy:
         return (sequence.request.priority - waited / seconds, sequence.order)
 
     return policy
+
+
+AGEING_SECONDS = 10.0
+priority = priority_with_ageing(AGEING_SECONDS)
 
 
 class WaitingQueue:
@@ -57,6 +54,10 @@ class WaitingQueue:
     def discard(self, sequence: Sequence) -> None:
         """Remove a sequence if it is here."""
         self._members.pop(sequence.key, None)
+
+    def rank(self, sequence: Sequence, now: float) -> tuple[float, int]:
+        """How urgent a sequence is by the policy, waiting or not; smallest first."""
+        return self._policy(sequence, now)
 
     def peek(self, now: float) -> Sequence | None:
         """Who is next."""

@@ -291,8 +291,7 @@ class Driver:
                 case Close():
                     self.groups[change.group].close(change)
                 case Transfer():
-                    state = self.groups[change.group].take(change.row, change.length)
-                    self.groups[change.to_group].insert(change, state)
+                    self.groups[change.to_group].insert(change, self.groups[change.group])
         self.layout.check_integrity()
         if self.spoils:
             self.spoil_unused()
@@ -311,7 +310,7 @@ class Driver:
             if isinstance(group, SlotGroup):
                 rows = self.layout.groups[number]
                 lengths = [self.written(key) for key in [*rows.decoding, *rows.prefilling]]
-                for store in group._stores:
+                for store in group.stores:
                     if isinstance(store, AttentionStore):
                         spoil(store, lengths)
 

@@ -12,7 +12,16 @@ from treadle_core.layers import Window
 from treadle_core.mlx_runtime.load import KEPT_TOKENS, bounded, make_runner
 from treadle_core.testing import zoo
 
-from .harness import Driver, Subject, play, random_scripts, reference, subject
+from .harness import (
+    Driver,
+    Script,
+    Subject,
+    play,
+    random_scripts,
+    random_tokens,
+    reference,
+    subject,
+)
 
 
 class ExplicitCache:
@@ -45,7 +54,7 @@ class ExplicitCache:
 def brute_force(target: Subject, tokens: tuple[int, ...], size: int) -> np.ndarray:
     """Logits of one forward with full-length attention under explicit masks."""
     caches = [
-        ExplicitCache(layer.size, layer.keep)
+        ExplicitCache(min(layer.size, size), layer.keep)
         if isinstance(layer, Window)
         else ExplicitCache(size, KEPT_TOKENS)
         for layer in target.spec.layers
@@ -109,7 +118,7 @@ def test_a_long_row_takes_no_more_memory_than_the_bound() -> None:
     spec = bounded(target.spec, 50)
     driver = Driver(target, spec=spec, expect=lambda tokens: brute_force(target, tokens, 50))
     rng = random.Random("memory")
-    script = random_scripts(rng, [400], num_decoded=1)[0]
+    script = Script(("long", 0), random_tokens(rng, 200), 200, 64, 200)
 
     driver.admit(script)
     while not script.is_prefilled:

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from treadle_core.plan import Resize
 from treadle_core.testing import zoo
 
 from .harness import (
@@ -31,7 +32,7 @@ ROLLS_BACK = [family for family in BATCHED if family not in RECURRENT]
 )
 def test_rows_that_join_and_leave_at_random_equal_their_own_runs(family: str, seed: int) -> None:
     rng = random.Random(f"{family} {seed}")
-    lengths = [1, 300, 2, *(rng.randint(1, 150) for _ in range(4))]
+    lengths = [1, 300, 2, *(rng.randint(1, 150) for _ in range(3))]
     outgrows_its_group = Script(("outgrows", 0), random_tokens(rng, 80), 60, 7, 80)
     driver = Driver(subject(family))
 
@@ -42,7 +43,9 @@ def test_rows_that_join_and_leave_at_random_equal_their_own_runs(family: str, se
     assert family in SOLO or driver.obeyed >= {"Resize", "Transfer"}
 
 
-@pytest.mark.parametrize("family", BATCHED)
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3", "deepseek_v32", "qwen3_next", "mamba2_hybrid", "lfm2"]
+)
 def test_rows_equal_their_own_runs_when_bytes_run_out_and_rows_start_again(family: str) -> None:
     rng = random.Random(f"{family} budget")
     target = subject(family)
@@ -74,7 +77,7 @@ def test_a_ring_without_slack_is_too_short_to_take_tokens_back(family: str) -> N
 
 @pytest.mark.parametrize(
     ("family", "window"),
-    [("gemma3", w) for w in (1, 2, 63, 100)] + [("gpt_oss", w) for w in (5, 64, 65, 150)],
+    [("gemma3", w) for w in (1, 2, 100)] + [("gpt_oss", w) for w in (5, 64, 65)],
 )
 def test_windows_narrower_and_wider_than_a_buffer_equal_their_own_runs(
     family: str, window: int
@@ -87,7 +90,7 @@ def test_windows_narrower_and_wider_than_a_buffer_equal_their_own_runs(
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "moe", "gpt_oss", "deepseek_v3", "qwen3_next", "mamba2_hybrid", "llama4"]
+    "family", ["llama", "moe", "gpt_oss", "deepseek_v3", "mamba2_hybrid", "llama4"]
 )
 def test_rows_whose_values_are_not_finite_disturb_no_row_before_or_after_them(family: str) -> None:
     rng = random.Random(f"{family} poison")
@@ -98,6 +101,58 @@ def test_rows_whose_values_are_not_finite_disturb_no_row_before_or_after_them(fa
         script.tokens = (*script.tokens[:position], POISON, *script.tokens[position + 1 :])
 
     play(driver, scripts, rng)
+
+
+def test_a_row_that_changes_groups_finds_nothing_of_the_row_that_was_there_before() -> None:
+    rng = random.Random("transfer")
+    driver = Driver(poisoned("llama"), spoils=False)
+    stays, guilty, grows = (
+        Script((name, 0), random_tokens(rng, num_tokens), num_prompt, None, num_tokens)
+        for name, num_tokens, num_prompt in [
+            ("stays", 128, 100),
+            ("guilty", 99, 99),
+            ("grows", 80, 60),
+        ]
+    )
+    guilty.tokens = (*guilty.tokens[:95], POISON, *guilty.tokens[96:])
+    for script in (stays, guilty, grows):
+        driver.admit(script)
+        driver.prefill(script)
+    driver.decode(1, rng)
+
+    driver.release(guilty)
+    while not grows.is_over:
+        driver.decode(1, rng)
+
+    assert "Transfer" in driver.obeyed
+    assert driver.layout.place(grows.key) == (1, 1)
+
+
+def test_a_ring_that_a_larger_group_keeps_has_nothing_of_the_row_that_was_there_before() -> None:
+    rng = random.Random("ring")
+    driver = Driver(poisoned("gpt_oss"), spoils=False)
+    stays, guilty, follows = (
+        Script((name, 0), random_tokens(rng, num_tokens), num_prompt, None, num_tokens)
+        for name, num_tokens, num_prompt in [
+            ("stays", 60, 20),
+            ("guilty", 20, 20),
+            ("follows", 20, 5),
+        ]
+    )
+    guilty.tokens = (*guilty.tokens[:15], POISON, *guilty.tokens[16:])
+    for script in (stays, guilty):
+        driver.admit(script)
+        driver.prefill(script)
+    driver.decode(1, rng)
+
+    driver.release(guilty)
+    driver.obey([Resize(0, 2, 128)])
+    driver.admit(follows)
+    driver.prefill(follows)
+    while not follows.is_over:
+        driver.decode(1, rng)
+
+    assert driver.layout.place(follows.key) == (0, 1)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "deepseek_v3"])

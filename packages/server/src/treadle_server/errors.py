@@ -172,7 +172,7 @@ TABLE: dict[type[TreadleError], Row] = {
     ModelLoadError: Row(503, SERVER),
     RequestFailed: Row(500, SERVER),
     DeadlineExceeded: Row(504, "timeout_error"),
-    OutOfMemory: Row(503, SERVER, retryable=True),
+    OutOfMemory: Row(503, SERVER),
     StepFailed: Row(500, SERVER),
     AnswerFailed: Row(500, SERVER),
 }

@@ -97,6 +97,12 @@ ENGINE = (
         "MS",
     ),
     Option(EngineConfig, "policy", "order of the queue: fcfs or priority", "POLICY"),
+    Option(
+        EngineConfig,
+        "ageing_seconds",
+        "with --policy priority, so long a wait counts as one step of priority",
+        "SECONDS",
+    ),
 )
 
 SERVER = (
@@ -157,6 +163,9 @@ RUN_OPTIONS = (*MODEL, *RUN)
 
 # Each of a pair would make the other one mean nothing; a zero of the first is as if it were absent.
 EXCLUSIVE = (("chunked_prefill_tokens", "max_decode_stall_ms"),)
+
+# The first means nothing unless the second has this value.
+DEPENDENT = (("ageing_seconds", "policy", "priority"),)
 
 
 def add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> None:
@@ -294,8 +303,11 @@ def check_exclusive(values: Values) -> None:
     """Refuse options of which one would be ignored.
 
     Raises:
-        Unsupported: Both of a pair are given.
+        Unsupported: Both of a pair are given, or one without what it depends on.
     """
     for first, second in EXCLUSIVE:
         if values.get(first) and second in values:
             raise Unsupported(f"{first} and {second} exclude each other")
+    for option, other, value in DEPENDENT:
+        if option in values and values.get(other) != value:
+            raise Unsupported(f"{option} means nothing unless {other} is {value}")

@@ -13,7 +13,6 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from treadle_core.errors import describe
 from treadle_core.layers import (
     Composite,
     FullAttention,
@@ -105,7 +104,29 @@ def describe_cache(cache: Any) -> LayerSpec:
         parts = tuple(describe_cache(part) for part in cache.caches)
         if not any(isinstance(part, Opaque | Composite) for part in parts):
             return Composite(parts)
-    return Opaque(bytes_per_token=-(-int(cache.nbytes) // PROBE_TOKENS))
+    return Opaque(bytes_per_token=token_bytes(cache))
+
+
+def token_bytes(cache: Any) -> int:
+    """Bytes that a token takes in a cache of unknown class, or a share of all it holds."""
+    arrays = cache_arrays(cache)
+    # Keys and values are allocated by hundreds of tokens at a time: [1, heads, allocated, dim].
+    if arrays and all(array.ndim == 4 for array in arrays):
+        return sum(array.nbytes // array.shape[2] for array in arrays)
+    return -(-sum(array.nbytes for array in arrays) // PROBE_TOKENS)
+
+
+def cache_arrays(cache: Any) -> list[mx.array]:
+    """Every array in the state of one of the model's own caches."""
+    found: list[mx.array] = []
+    pending: list[Any] = [cache.state]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, mx.array):
+            found.append(item)
+        elif isinstance(item, list | tuple):
+            pending.extend(item)  # pyright: ignore[reportUnknownArgumentType]
+    return found
 
 
 def is_opaque(spec: LayerSpec) -> bool:
@@ -120,8 +141,3 @@ def _attention(cache: Any) -> tuple[int, int, int, str]:
 
 def _dtype(array: mx.array) -> str:
     return str(array.dtype).removeprefix("mlx.core.")
-
-
-def why(error: Exception) -> str:
-    """A failed probe in one sentence."""
-    return f"rows run one at a time, because a batched forward failed ({describe(error)})"

@@ -6,10 +6,10 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from treadle_core.layers import Composite, LayerSpec
-from treadle_core.mlx_runtime.adapter import TextModel
+from treadle_core.mlx_runtime.adapter import TextModel, cache_arrays
 from treadle_core.mlx_runtime.masks import Positions
 from treadle_core.mlx_runtime.stores import CompositeView, Payload, Store, flatten, make_store
-from treadle_core.plan import Close, Open, Promote, Resize, Transfer
+from treadle_core.plan import Close, Move, Open, Promote, Resize, Transfer
 
 
 class RowGroup(Protocol):
@@ -31,12 +31,8 @@ class RowGroup(Protocol):
         """A row leaves."""
         ...
 
-    def take(self, row: int, length: int) -> Any:
-        """A row's state, for another group."""
-        ...
-
-    def insert(self, change: Transfer, state: Any) -> None:
-        """A row arrives from another group and goes on decoding."""
+    def insert(self, change: Transfer, source: Any) -> None:
+        """A row arrives from ``source``, a group of the same kind, and goes on decoding."""
         ...
 
     def prefill(self, row: int, tokens: Sequence[int], start: int) -> mx.array:
@@ -88,7 +84,8 @@ class SlotGroup:
     def resize(self, change: Resize) -> None:
         """Reallocate each layer's buffer; the used rows keep their contents."""
         self._capacity = change.capacity
-        kept = self._touched[: self._num_used]
+        # A layer may keep its buffer (a ring is as long as its window), and what is in it.
+        kept = self._touched[: change.rows]
         self._touched = [*kept, *[0] * (change.rows - len(kept))]
         for store in self._stores:
             store.resize(change.rows, change.capacity, self._num_used)
@@ -105,37 +102,31 @@ class SlotGroup:
 
     def promote(self, change: Promote) -> None:
         """Make ``change.to`` the newest decoding row."""
-        empty: list[Payload] = [[] for _ in self._stores]
-        mine, other = empty, empty
-        if change.row != change.to:
-            pairs = [(change.row, change.row_length), (change.to, change.to_length)]
-            mine, other = self._read(pairs)
-        for store, ours, theirs in zip(self._stores, mine, other, strict=True):
-            store.promote(change.row, change.to, ours, theirs)
-        if change.row != change.to:
+        swap = change.row != change.to
+        pairs = [(change.row, change.row_length), (change.to, change.to_length)] if swap else []
+        for store in self._stores:
+            mine, other = _read(store, pairs) if swap else ([], [])
+            store.promote(change.row, change.to, mine, other)
+        if swap:
             self._hand_over(change.to, change.row_length)
             self._hand_over(change.row, change.to_length)
 
     def close(self, change: Close) -> None:
         """Free the row and fill its hole."""
-        read = self._read([(move.source, move.length) for move in change.moves])
-        for index, store in enumerate(self._stores):
-            store.close(change.row, change.moves, [payload[index] for payload in read])
+        for store in self._stores:
+            store.close(change.row, change.moves, _read_sources(store, change.moves))
         for move in change.moves:
             self._hand_over(move.target, move.length)
         self._num_used -= 1
 
-    def take(self, row: int, length: int) -> list[Payload]:
-        """Copies of a row, per store."""
-        return self._read([(row, length)])[0]
-
-    def insert(self, change: Transfer, state: list[Payload]) -> None:
-        """A row arrives as the newest decoding row."""
-        read = self._read([(move.source, move.length) for move in change.moves])
-        for index, store in enumerate(self._stores):
-            for move, payload in zip(change.moves, read, strict=True):
-                store.relocate(move, payload[index])
-            store.insert(change.to, state[index])
+    def insert(self, change: Transfer, source: "SlotGroup") -> None:
+        """A row of ``source`` goes on as the newest decoding row here."""
+        for store, other in zip(self._stores, source.stores, strict=True):
+            moved = _read_sources(store, change.moves)
+            for move, payload in zip(change.moves, moved, strict=True):
+                store.relocate(move, payload)
+            (state,) = _read(other, [(change.row, change.length)])
+            store.insert(change.to, state)
         for move in change.moves:
             self._hand_over(move.target, move.length)
         self._hand_over(change.to, change.length)
@@ -164,6 +155,11 @@ class SlotGroup:
         self._commit(views)
         return logits
 
+    @property
+    def stores(self) -> list[Store]:
+        """Each layer's state, composite layers part by part."""
+        return self._stores
+
     def arrays(self) -> list[mx.array]:
         """All buffers."""
         return [array for store in self._stores for array in store.arrays()]
@@ -176,13 +172,6 @@ class SlotGroup:
         for store in self._stores:
             store.clear(row, length, self._touched[row])
         self._touched[row] = length
-
-    def _read(self, rows: list[tuple[int, int]]) -> list[list[Payload]]:
-        """Evaluated copies of rows: a lazy one would be a held view and cost a buffer copy."""
-        read = [[store.read(row, length) for store in self._stores] for row, length in rows]
-        if read:
-            mx.eval(read)
-        return read
 
     def _nest(self, views: list[Any]) -> list[Any]:
         flat = iter(views)
@@ -228,11 +217,7 @@ class SoloGroup:
             self._rows[move.target] = self._rows[move.source]
         self._rows.pop()
 
-    def take(self, row: int, length: int) -> list[Any]:
-        """The row's cache."""
-        return self._rows[row]
-
-    def insert(self, change: Transfer, state: list[Any]) -> None:
+    def insert(self, change: Transfer, source: Any) -> None:
         """Never needed: there is one solo group, without a limit of its own."""
         raise AssertionError("rows of their own do not move between groups")
 
@@ -250,17 +235,20 @@ class SoloGroup:
 
     def arrays(self) -> list[mx.array]:
         """The arrays of every row's cache."""
-        return [array for caches in self._rows for cache in caches for array in _arrays(cache)]
+        return [array for caches in self._rows for cache in caches for array in cache_arrays(cache)]
 
 
-def _arrays(cache: Any) -> list[mx.array]:
-    state: Any = cache.state
-    found: list[mx.array] = []
-    pending: list[Any] = [state]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, mx.array):
-            found.append(item)
-        elif isinstance(item, list | tuple):
-            pending.extend(item)  # pyright: ignore[reportUnknownArgumentType]
-    return found
+def _read(store: Store, rows: Sequence[tuple[int, int]]) -> list[Payload]:
+    """Evaluated copies of one layer's rows.
+
+    A lazy one would be a held view and cost a buffer copy; those of all layers at once would be
+    more memory than the layout has set aside.
+    """
+    payloads = [store.read(row, length) for row, length in rows]
+    if payloads:
+        mx.eval(payloads)
+    return payloads
+
+
+def _read_sources(store: Store, moves: Sequence[Move]) -> list[Payload]:
+    return _read(store, [(move.source, move.length) for move in moves])

@@ -4,7 +4,10 @@ import os
 
 import mlx.core as mx
 
+from treadle_core.errors import Unsupported
 from treadle_core.request import check_float
+
+SMALLEST_BUDGET = 2**20
 
 
 def kv_budget(utilization: float) -> int:
@@ -14,10 +17,20 @@ def kv_budget(utilization: float) -> int:
 
     Args:
         utilization: Share of the memory, above 0 and at most 1.
+
+    Raises:
+        InvalidRequest: The share is no share.
+        Unsupported: The weights leave nothing of it.
     """
     check_float("gpu_memory_utilization", utilization, 0.0, 1.0, exclusive_low=True)
-    total = int(memory_bytes() * utilization)
-    return max(total - mx.get_active_memory(), 0)
+    total, used = memory_bytes(), mx.get_active_memory()
+    left = int(total * utilization) - used
+    if left < SMALLEST_BUDGET:
+        raise Unsupported(
+            f"gpu_memory_utilization: {utilization:g} of {total} bytes leaves {max(left, 0)} for "
+            f"KV beside {used} bytes of weights, at least {SMALLEST_BUDGET} are needed"
+        )
+    return left
 
 
 def memory_bytes() -> int:

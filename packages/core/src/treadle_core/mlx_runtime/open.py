@@ -1,5 +1,6 @@
 """One call from options to a running engine."""
 
+import logging
 from collections.abc import Sequence
 
 from msgspec.structs import replace
@@ -8,6 +9,8 @@ from treadle_core.engine import Engine, EngineConfig
 from treadle_core.mlx_runtime.load import LoadedModel, ModelOptions, load
 from treadle_core.mlx_runtime.memory import kv_budget, wire_memory
 from treadle_core.ports import Observer
+
+logger = logging.getLogger("treadle")
 
 
 def open_engine(
@@ -33,6 +36,8 @@ def open_engine(
     config = config or EngineConfig()
     wire_memory()
     loaded = load(options or ModelOptions())
+    if loaded.runner.spec.note:
+        logger.warning("%s: %s", loaded.name, loaded.runner.spec.note)
     if config.kv_memory_bytes is None:
         config = replace(config, kv_memory_bytes=kv_budget(memory_utilization))
     engine = Engine(loaded.runner, tokenizer=loaded.tokenizer, config=config, observers=observers)

@@ -132,6 +132,10 @@ class ModelRunner:
             self._sampler.leave(key)
         for setup in plan.joins:
             self._sampler.join(setup)
+        if not self._sampler.num_rows:
+            # Nobody is there: what the last row brought along need not be kept.
+            self._sampler.clear()
+            self._last = self._before = None
         if plan.prefills and self._before is not None:
             # It may still be running: its end is where the first chunk begins.
             self._before.settle()
@@ -190,9 +194,8 @@ class ModelRunner:
                 self._groups[group].promote(change)
             case Close(group):
                 self._groups[group].close(change)
-            case Transfer(group, row, to_group):
-                state = self._groups[group].take(row, change.length)
-                self._groups[to_group].insert(change, state)
+            case Transfer(group, _, to_group):
+                self._groups[to_group].insert(change, self._groups[group])
 
     def _prefill(self, prefill: Prefill) -> float:
         """Write a chunk, and wait for it: its speed decides how long the next one may be.

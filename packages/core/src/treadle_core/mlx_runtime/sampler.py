@@ -104,7 +104,12 @@ class Batch:
 
 
 class DrawParams:
-    """Parameters of the rows that draw, as columns ``[rows, 1]``."""
+    """Parameters of the rows that draw, as columns ``[rows, 1]``.
+
+    Attributes:
+        filtered: Parameters of the rows among them that leave unlikely tokens out, if any.
+        filtered_rows: Which rows those are.
+    """
 
     def __init__(self, rows: Sequence[Row]) -> None:
         params = [row.setup.params for row in rows]
@@ -113,7 +118,12 @@ class DrawParams:
         self.top_p = _column(p.top_p for p in params)
         self.min_p = _column(p.min_p for p in params)
         self.keys = mx.array([row.key for row in rows], dtype=mx.uint32)
-        self.filtered = any(p.top_k or p.top_p < 1.0 or p.min_p for p in params)
+        filtered = [i for i, p in enumerate(params) if p.top_k or p.top_p < 1.0 or p.min_p]
+        self.filtered_rows = mx.array(filtered, dtype=mx.int32)
+        self.filtered: DrawParams | None = None
+        if filtered:
+            everyone = len(filtered) == len(rows)
+            self.filtered = self if everyone else DrawParams([rows[i] for i in filtered])
 
 
 class Choice:
@@ -304,12 +314,20 @@ class Sampler:
         chosen = logits if everyone else mx.take(logits, rows, axis=0)
         # Relative to the best, so that no temperature makes it overflow.
         scaled = (chosen - mx.max(chosen, axis=-1, keepdims=True)) / draw.temperature
-        if draw.filtered:
-            scaled = keep_likely(scaled, draw)
+        scaled = self._filter(draw, scaled)
         positions = [decodes[i].start + 1 for i in batch.drawn]
         tokens = mx.argmax(scaled + noise(draw.keys, positions, self._vocab_size), axis=-1)
         tokens = tokens.astype(mx.int32)
         return tokens if everyone else _replace(greedy, rows, tokens)
+
+    def _filter(self, draw: DrawParams, logits: mx.array) -> mx.array:
+        """Leave out unlikely tokens, in the rows that ask: the others need no sort."""
+        if draw.filtered is None:
+            return logits
+        if draw.filtered is draw:
+            return keep_likely(logits, draw)
+        rows = draw.filtered_rows
+        return _replace(logits, rows, keep_likely(mx.take(logits, rows, axis=0), draw.filtered))
 
 
 def penalise(batch: Batch, logits: mx.array) -> mx.array:
@@ -326,21 +344,25 @@ def penalise(batch: Batch, logits: mx.array) -> mx.array:
 def keep_likely(logits: mx.array, draw: DrawParams) -> mx.array:
     """Top-k, then top-p of what it leaves, then min-p, with one sort; the rest is -infinity.
 
+    What is kept is always a beginning of the tokens by likelihood, so its least likely member is a
+    threshold; tokens that tie with it are kept too.
+
     Args:
         logits: ``[rows, vocab]``, temperature applied.
-        draw: Per-row parameters.
+        draw: Parameters of these rows.
     """
-    vocab_size = logits.shape[-1]
-    order = mx.argsort(-logits, axis=-1)
-    ranked = mx.take_along_axis(logits, order, axis=-1)
-    rank = mx.arange(vocab_size, dtype=mx.int32)[None]
-    ranked = mx.where(rank < draw.top_k, ranked, NEGATIVE_INFINITY)
-    probabilities = mx.softmax(ranked, axis=-1)
+    ranked = -mx.sort(-logits, axis=-1)
+    rank = mx.arange(logits.shape[-1], dtype=mx.int32)[None]
+    within = mx.where(rank < draw.top_k, ranked, NEGATIVE_INFINITY)
+    probabilities = mx.softmax(within, axis=-1)
     before = mx.cumsum(probabilities, axis=-1) - probabilities
-    keep = (before < draw.top_p) & (probabilities >= draw.min_p * probabilities[:, :1])
+    # A sum of many small float32 numbers may reach 1 early: off has to mean off.
+    likely = (before < draw.top_p) | (draw.top_p >= 1.0)
+    keep = (rank < draw.top_k) & likely & (probabilities >= draw.min_p * probabilities[:, :1])
     # The most likely token always stays, whatever rounding says.
-    ranked = mx.where(keep | (rank == 0), ranked, NEGATIVE_INFINITY)
-    return mx.put_along_axis(mx.zeros_like(logits), order, ranked, axis=-1)
+    last = mx.maximum(mx.sum(keep, axis=-1, keepdims=True) - 1, 0)
+    threshold = mx.take_along_axis(ranked, last, axis=-1)
+    return mx.where(logits >= threshold, logits, NEGATIVE_INFINITY)
 
 
 def noise(keys: mx.array, positions: Sequence[int], vocab_size: int) -> mx.array:
@@ -421,16 +443,14 @@ def _replace(array: mx.array, rows: mx.array, values: mx.array) -> mx.array:
 
 
 def _spread(values: dict[int, float], vocab_size: int) -> mx.array:
-    dense = [0.0] * vocab_size
-    for token, value in values.items():
-        if token < vocab_size:
-            dense[token] = value
-    return mx.array(dense, dtype=mx.float32)
+    dense = mx.zeros((vocab_size,), dtype=mx.float32)
+    known = {token: value for token, value in values.items() if token < vocab_size}
+    if known:
+        dense[mx.array(list(known))] = mx.array(list(known.values()), dtype=mx.float32)
+    return dense
 
 
 def _count(tokens: Sequence[int], vocab_size: int) -> mx.array:
-    counts = [0] * vocab_size
-    for token in tokens:
-        if token < vocab_size:
-            counts[token] += 1
-    return mx.array(counts, dtype=mx.int32)
+    counts = mx.zeros((vocab_size,), dtype=mx.int32)
+    known = [token for token in tokens if token < vocab_size]
+    return counts.at[mx.array(known)].add(1) if known else counts

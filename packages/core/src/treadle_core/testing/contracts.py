@@ -352,7 +352,7 @@ class RunnerContract:
         rows.prefill(A)
         rows.promote(A)
         rows.submit()
-        rows.close(B, [C], scrub=True)
+        rows.close(B, [C])
         rows.prefill(C)
         rows.promote(C)
         rows.submit()
@@ -599,7 +599,7 @@ class Rows:
         del prefilling[0]
         decoding.append(key)
 
-    def close(self, key: Key, movers: Sequence[Key], *, scrub: bool = False) -> None:
+    def close(self, key: Key, movers: Sequence[Key]) -> None:
         """A row leaves; ``movers`` fill its hole, and the hole of the one before."""
         group, row = self._place(key)
         decoding, prefilling = self._groups[group]
@@ -615,7 +615,7 @@ class Rows:
             order[move.target] = mover
         order.pop()
         self._groups[group] = _split(order, len(decoding) - was_decoding)
-        self._work.append(Close(group, row, tuple(moves), scrub))
+        self._work.append(Close(group, row, tuple(moves)))
         self._leaves.append(key)
 
     def transfer(self, key: Key, to_group: int, aside: list[Key], movers: list[Key]) -> None:

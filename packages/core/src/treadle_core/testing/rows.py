@@ -17,7 +17,7 @@ class SimulatedRows:
         shared: Whether rows share a buffer of one capacity; otherwise each grows by itself.
 
     Attributes:
-        cells: Contents by row; None was never written or was scrubbed.
+        cells: Contents by row; None was never written.
         capacity: Tokens per row, when they share a buffer.
         num_used: Rows that belong to somebody.
         num_decoding: How many of them decode.
@@ -64,8 +64,6 @@ class SimulatedRows:
         """A row leaves and others fill its hole."""
         assert change.row < self.num_used, f"not a used row: {change}"
         read = [self.read(move.source, move.length) for move in change.moves]
-        if change.scrub:
-            self.cells[change.row] = [None] * len(self.cells[change.row])
         for move, contents in zip(change.moves, read, strict=True):
             self._move(move, contents)
         self.num_used -= 1
