@@ -890,6 +890,23 @@ def test_a_deadline_spares_the_neighbours() -> None:
     assert checker.tokens[("r", 0)] == expected_tokens(SCRIPT, PROMPT, 30)
 
 
+def test_every_deadline_is_kept_whichever_comes_first() -> None:
+    clock = ManualClock()
+    engine = make_engine(clock=clock)
+    for id, deadline in (("c", 3.0), ("a", 1.0), ("d", None), ("b", 2.0)):
+        params = SamplingParams(max_tokens=None)
+        engine.add(Request(id=id, prompt=PROMPT, params=params, deadline=deadline))
+
+    ended: list[tuple[float, str]] = []
+    for _ in range(8):
+        events = engine.step()
+        ended += [(clock.now(), event.request_id) for event in events if isinstance(event, Failed)]
+        clock.advance(0.5)
+
+    assert ended == [(1.0, "a"), (2.0, "b"), (3.0, "c")]
+    assert engine.abort("d")
+
+
 # Memory
 
 

@@ -160,7 +160,7 @@ configs = st.builds(
     max_decode_stall_ms=st.sampled_from([5.0, None]),
     policy=st.sampled_from(["fcfs", "priority"]),
     # 512 bytes are 64 tokens.
-    kv_memory_bytes=st.sampled_from([None, None, 512 * 4, 512 * 6, 512 * 7, 512 * 9, 512 * 20]),
+    kv_memory_bytes=st.sampled_from([None, 512 * 4, 512 * 6, 512 * 7, 512 * 9, 512 * 12]),
 )
 fault_lists = st.one_of(
     st.just([]),
@@ -261,10 +261,10 @@ class EngineMachine(RuleBasedStateMachine):
             self.advance()
 
     @precondition(lambda self: self.engine.has_work)
-    @rule(id=ids, length=lengths, steps=st.integers(0, 3))
-    def replace_at_once(self, id: str, length: int, steps: int) -> None:
+    @rule(id=ids, length=lengths, steps=st.integers(0, 3), really=st.sampled_from([1, 0, 0, 0]))
+    def replace_at_once(self, id: str, length: int, steps: int, really: int) -> None:
         """A client that gives up and comes back with the same id."""
-        for back in range(2):
+        for back in range(2 * really):
             self.engine.abort(id)
             self.aborted.add(id)
             self.deliver()

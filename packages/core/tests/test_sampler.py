@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from treadle_core.engine import choice_seed
-from treadle_core.mlx_runtime.sampler import Choice, Sampler, mix_seed, noise
+from treadle_core.mlx_runtime.sampler import (
+    Choice,
+    DrawParams,
+    Row,
+    Sampler,
+    keep_likely,
+    mix_seed,
+    noise,
+)
 from treadle_core.plan import Decode, Key, RowSetup
 from treadle_core.request import SamplingParams
 from treadle_core.testing import ScriptedConstraint, pack_mask
@@ -348,6 +356,19 @@ class TestFilters:
 
         assert len(np.flatnonzero(drawn[0])) > 2
         assert set(np.flatnonzero(drawn[1])) == {0}
+
+    @pytest.mark.parametrize("params", [{"min_p": 1e-9}, {"top_k": 10**6}])
+    def test_a_filter_that_is_off_drops_nothing_of_a_large_vocabulary(
+        self, params: dict[str, Any]
+    ) -> None:
+        vocab_size = 200_000
+        own = SamplingParams(temperature=1.0, top_p=1.0, **params)
+        setup = RowSetup(key=("a", 0), params=own, seed=0, end_tokens=(), prompt=(1,), output=[])
+        logits = mx.linspace(0.0, 0.01, vocab_size)[None]
+
+        kept = keep_likely(logits, DrawParams([Row(setup, vocab_size)]))
+
+        assert mx.array_equal(kept, logits)
 
     def test_greedy_rows_take_the_first_of_the_most_likely(self) -> None:
         rows, logits = Rows(), np.zeros(VOCAB)

@@ -17,9 +17,8 @@ from treadle_core.pacing import FixedChunk
 CLEAR_GAP = 1e-3
 NUM_TOKENS = {
     "The capital of France is": 24,
-    "Once upon a time, there lived a weaver who": 16,
-    "def fibonacci(n):": 6,
-    "1, 2, 3,": 10,
+    "Once upon a time, there lived a weaver who": 6,
+    "def fibonacci(n):": 12,
 }
 
 
@@ -42,7 +41,7 @@ def test_greedy_answers_that_join_and_leave_equal_the_plain_loop() -> None:
     runner = make_runner(model, config)
     engine = Engine(
         runner,
-        config=EngineConfig(max_num_seqs=3, max_num_batched_tokens=256),
+        config=EngineConfig(max_num_seqs=2, max_num_batched_tokens=256),
         chunk=FixedChunk(5),
     )
 
@@ -57,7 +56,7 @@ def test_greedy_answers_that_join_and_leave_equal_the_plain_loop() -> None:
 
     assert runner.spec.batched
     clear = [name for name, (_, gap) in alone.items() if gap > CLEAR_GAP]
-    assert len(clear) >= len(requests) - 1
+    assert len(clear) >= len(requests) - 1, "too many prompts are a matter of rounding"
     for name in clear:
         assert together[name, 0].tokens == alone[name][0]
 
