@@ -43,6 +43,7 @@ def test_rows_that_join_and_leave_at_random_equal_their_own_runs(family: str, se
     assert family in SOLO or driver.obeyed >= {"Resize", "Transfer"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", ["llama", "gemma3", "deepseek_v32", "qwen3_next", "mamba2_hybrid", "lfm2"]
 )
@@ -56,6 +57,7 @@ def test_rows_equal_their_own_runs_when_bytes_run_out_and_rows_start_again(famil
     play(driver, random_scripts(rng, [90, 1, 50, 64, 7], num_decoded=40), rng)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ROLLS_BACK)
 def test_up_to_five_tokens_per_row_of_which_each_row_keeps_some_equal_its_own_run(
     family: str,
@@ -89,6 +91,7 @@ def test_windows_narrower_and_wider_than_a_buffer_equal_their_own_runs(
     play(driver, random_scripts(rng, lengths, num_decoded=20), rng, num_tokens=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", ["llama", "moe", "gpt_oss", "deepseek_v3", "mamba2_hybrid", "llama4"]
 )
