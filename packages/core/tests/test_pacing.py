@@ -181,14 +181,30 @@ def test_a_chunk_is_not_so_small_that_it_is_all_overhead() -> None:
     assert chunk.budget(4, LIMIT) >= 150
 
 
-def test_without_a_target_two_decode_steps_are_the_stall() -> None:
+def test_without_a_target_one_and_a_half_decode_steps_are_the_stall() -> None:
     slow, quick = AdaptiveChunk(), AdaptiveChunk()
 
     slow_budgets = Machine(decode=0.4, per_token=1e-3).run(slow, 60)
     quick_budgets = Machine(decode=0.001, per_token=1e-3).run(quick, 60)
 
-    assert slow_budgets[-1] == pytest.approx(800, rel=0.1)
+    assert slow_budgets[-1] == pytest.approx(600, rel=0.1)
     assert quick_budgets[-1] == pytest.approx(SHORTEST_STALL / 1e-3, rel=0.1)
+
+
+def test_the_stall_may_double_while_more_prompts_wait_than_rows_decode() -> None:
+    chunk, machine = AdaptiveChunk(), Machine(decode=0.4, per_token=1e-3)
+    machine.run(chunk, 60)
+
+    budgets = [chunk.budget(4, LIMIT, num_waiting) for num_waiting in (0, 4, 6, 8, 400)]
+
+    assert budgets == [pytest.approx(size, rel=0.1) for size in (600, 600, 900, 1200, 1200)]
+
+
+def test_a_stall_that_was_asked_for_is_kept_however_many_wait() -> None:
+    chunk = AdaptiveChunk(0.1)
+    Machine(per_token=1e-3).run(chunk, 60)
+
+    assert chunk.budget(4, LIMIT, 400) == chunk.budget(4, LIMIT)
 
 
 @given(

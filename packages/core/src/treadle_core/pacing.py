@@ -1,15 +1,17 @@
 """How many prompt tokens a step may prefill without making running streams wait too long."""
 
 NEWEST = 0.3
+NEWEST_IF_SLOWER = 0.6
 TELLING_DIFFERENCE = 0.2
 FIRST_CHUNK = 32
 SMALLEST_CHUNK = 16
 FIRST_CHUNK_ALONE = 256
 SMALLEST_CHUNK_ALONE = 64
 LONGEST_CHUNK_SECONDS = 1.0
-OUTLIER = 4.0
+OUTLIER = 2.5
 SHORTEST_STALL = 0.1
-STALL_IN_STEPS = 2.0
+STALL_IN_STEPS = 1.5
+CROWDED = 2.0
 
 
 class FixedChunk:
@@ -27,7 +29,7 @@ class FixedChunk:
         """A fixed chunk counts tokens alone."""
         return 0
 
-    def budget(self, num_decoding: int, limit: int) -> int:
+    def budget(self, num_decoding: int, limit: int, num_waiting: int = 0) -> int:
         """Prompt tokens for the next step, at most ``limit``."""
         return min(self._tokens, limit) if num_decoding else limit
 
@@ -44,8 +46,9 @@ class AdaptiveChunk:
     the chunk starts small, and it never more than doubles.
 
     Args:
-        max_stall_seconds: How much longer a step may take because of prefill; None means twice a
-            plain decode step, and at least 100 ms.
+        max_stall_seconds: How much longer a step may take because of prefill; None means one and
+            a half plain decode steps, at least 100 ms, and up to twice as much while more prompts
+            wait than rows decode: then most of those who would notice are in the queue.
     """
 
     def __init__(self, max_stall_seconds: float | None = None) -> None:
@@ -59,9 +62,12 @@ class AdaptiveChunk:
         """Tokens that cost as much as beginning another chunk."""
         return int(self._cost.fixed / self._cost.per_token) if self._cost.known else 0
 
-    def budget(self, num_decoding: int, limit: int) -> int:
+    def budget(self, num_decoding: int, limit: int, num_waiting: int = 0) -> int:
         """Prompt tokens for the next step, at most ``limit``."""
-        wanted = self._wanted() if num_decoding else self._wanted_alone()
+        if num_decoding:
+            wanted = self._wanted(self._target(num_waiting / num_decoding))
+        else:
+            wanted = self._wanted_alone()
         return max(1, min(wanted, limit))
 
     def observe(self, num_decoding: int, num_prefill: int, seconds: float) -> None:
@@ -78,11 +84,11 @@ class AdaptiveChunk:
         if num_decoding:
             self._largest = max(num_prefill, int(self._largest * (1 - NEWEST)))
 
-    @property
-    def _target(self) -> float:
+    def _target(self, crowd: float) -> float:
         if self._fixed_target is not None:
             return self._fixed_target
-        return max(SHORTEST_STALL, STALL_IN_STEPS * self._decode_seconds)
+        usual = max(SHORTEST_STALL, STALL_IN_STEPS * self._decode_seconds)
+        return usual * min(max(crowd, 1.0), CROWDED)
 
     def _wanted_alone(self) -> int:
         """A large chunk: no stream waits for it, but an abort or an arrival does."""
@@ -91,10 +97,10 @@ class AdaptiveChunk:
         fitting = int((LONGEST_CHUNK_SECONDS - self._cost.fixed) / self._cost.per_token)
         return max(SMALLEST_CHUNK_ALONE, fitting)
 
-    def _wanted(self) -> int:
+    def _wanted(self, target: float) -> int:
         if not self._cost.known:
             return FIRST_CHUNK
-        fitting = int((self._target - self._cost.fixed) / self._cost.per_token)
+        fitting = int((target - self._cost.fixed) / self._cost.per_token)
         growth = max(FIRST_CHUNK, 2 * self._largest)
         return min(max(SMALLEST_CHUNK, self.overhead, fitting), growth)
 
@@ -134,7 +140,8 @@ class ChunkCost:
             self._usual = num_tokens
             return
         # A short rest of a prompt says little about the tokens.
-        weight = NEWEST * min(1.0, num_tokens / self._usual)
+        newest = NEWEST_IF_SLOWER if rate > self.per_token else NEWEST
+        weight = newest * min(1.0, num_tokens / self._usual)
         self._usual += NEWEST * (num_tokens - self._usual)
         self.per_token = max(self.per_token + weight * (rate - self.per_token), 1e-9)
 

@@ -24,8 +24,14 @@ class ChunkPolicy(Protocol):
         """Tokens of the budget that beginning another chunk in the same step costs."""
         ...
 
-    def budget(self, num_decoding: int, limit: int) -> int:
-        """Prompt tokens for the next step, from 1 to ``limit``."""
+    def budget(self, num_decoding: int, limit: int, num_waiting: int = 0) -> int:
+        """Prompt tokens for the next step, from 1 to ``limit``.
+
+        Args:
+            num_decoding: Rows that decode in it.
+            limit: Most tokens.
+            num_waiting: Sequences without a row.
+        """
         ...
 
     def observe(self, num_decoding: int, num_prefill: int, seconds: float) -> None:

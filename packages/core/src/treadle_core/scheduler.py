@@ -327,7 +327,7 @@ class Scheduler:
         limit = min(self._limits.prefill_step_size, room)
         if limit <= 0:
             return []
-        left = self._chunk.budget(num_decoding, limit)
+        left = self._chunk.budget(num_decoding, limit, len(self._waiting))
         served: list[Sequence] = []
         # Whoever is prefilled to the end decodes in the same step: one token more.
         while left > 0 and room > 1:

@@ -93,7 +93,7 @@ ENGINE = (
     Option(
         EngineConfig,
         "max_decode_stall_ms",
-        "how much longer prefill may make a step of decoding (twice a step, at least 100)",
+        "how much longer prefill may make a step of decoding (1.5 steps, at least 100)",
         "MS",
     ),
     Option(EngineConfig, "policy", "order of the queue: fcfs or priority", "POLICY"),

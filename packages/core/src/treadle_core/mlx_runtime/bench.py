@@ -21,12 +21,12 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import BatchKVCache
 
 from treadle_core.engine import Engine, EngineConfig
-from treadle_core.events import TokenOut
+from treadle_core.events import Event, TokenOut
 from treadle_core.mlx_runtime.adapter import TextModel, inspect
 from treadle_core.mlx_runtime.groups import SlotGroup
 from treadle_core.mlx_runtime.load import ModelOptions, make_runner, read_checkpoint, resolve
 from treadle_core.mlx_runtime.runner import default_width_step
-from treadle_core.plan import Close, Move, Open, Promote, Resize
+from treadle_core.plan import Close, Move, Open, Plan, Promote, Resize, StepResult
 from treadle_core.request import Request, SamplingParams
 
 ROWS = 8
@@ -375,21 +375,41 @@ def arrivals(checkpoint: Checkpoint, repeat: int) -> tuple[float, Details]:
     return statistics.median(times) / times[-1], {"first_token_seconds": times}
 
 
+class ChunkTimes:
+    """An observer that remembers what the chunks of a run took."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def accepted(self, request_id: str) -> None:
+        """Nothing to remember."""
+
+    def stepped(self, plan: Plan, result: StepResult) -> None:
+        """Remember the chunks of a step."""
+        self.seconds += result.prefill_seconds
+
+    def emitted(self, events: Iterable[Event]) -> None:
+        """Nothing to remember."""
+
+
 def leave_during_prefill(checkpoint: Checkpoint, repeat: int) -> tuple[float, Details]:
-    """A client leaves during a long prefill: seconds until idle ÷ seconds of one chunk."""
+    """A client leaves during a long prefill: seconds until idle ÷ seconds of the longest chunk."""
     del repeat
-    engine = checkpoint.engine(prefill_step_size=512)
+    times = ChunkTimes()
+    runner = make_runner(checkpoint.model, checkpoint.config)
+    engine = Engine(runner, observers=[times])
     engine.add(Request(id="long", prompt=checkpoint.prompt(4000, 5)))
-    engine.step()
-    started = time.perf_counter()
-    engine.step()
-    chunk = time.perf_counter() - started
+    while len(times.seconds) < 2:
+        engine.step()
     started = time.perf_counter()
     engine.abort("long")
     while engine.has_work:
         engine.step()
     idle = time.perf_counter() - started
-    return idle / chunk, {"seconds_until_idle": idle, "seconds_of_a_chunk": chunk}
+    return idle / max(times.seconds), {
+        "seconds_until_idle": idle,
+        "seconds_of_chunks": times.seconds,
+    }
 
 
 def _filled_group(checkpoint: Checkpoint, context: int) -> tuple[SlotGroup, list[int]]:
