@@ -11,6 +11,7 @@ LONGEST_CHUNK_SECONDS = 1.0
 OUTLIER = 2.5
 SHORTEST_STALL = 0.1
 STALL_IN_STEPS = 1.5
+LONGEST_STRETCH = 1.25
 CROWDED = 2.0
 
 
@@ -102,7 +103,14 @@ class AdaptiveChunk:
             return FIRST_CHUNK
         fitting = int((target - self._cost.fixed) / self._cost.per_token)
         growth = max(FIRST_CHUNK, 2 * self._largest)
-        return min(max(SMALLEST_CHUNK, self.overhead, fitting), growth)
+        return min(max(SMALLEST_CHUNK, self._floor(target), fitting), growth)
+
+    def _floor(self, target: float) -> int:
+        """A chunk of which half the time is overhead, if that does not stretch the stall much."""
+        if self._fixed_target is not None:
+            return self.overhead
+        stretched = (LONGEST_STRETCH * target - self._cost.fixed) / self._cost.per_token
+        return min(self.overhead, int(stretched))
 
 
 class ChunkCost:

@@ -414,10 +414,18 @@ class Scheduler:
                 Prefill(key=sequence.key, group=group, row=row, tokens=tokens, start=start)
             )
             sequence.num_computed += num
-        if sequence.num_to_prefill == 0:
+        # The forward of another group would come on top of the chunk: that is for the next step.
+        if sequence.num_to_prefill == 0 and not (num and self._needs_its_own_forward(sequence)):
             draft.work.append(self._layout.promote(sequence.key, self._written))
             sequence.move_to(Status.DECODE)
         return num
+
+    def _needs_its_own_forward(self, sequence: Sequence) -> bool:
+        """Whether rows decode, and none of them in the sequence's group."""
+        number, _ = self._layout.place(sequence.key)
+        groups = self._layout.groups
+        elsewhere = any(group.decoding for n, group in groups.items() if n != number)
+        return elsewhere and not groups[number].decoding
 
     def _plan_decode(self, draft: Draft) -> None:
         for number in sorted(self._layout.groups):
