@@ -251,9 +251,9 @@ class Engine:
         if self._scheduler.must_read_first:
             self._read_all()
         plan = self._next_plan()
-        if plan.prefills and self._flight:
-            # What the streams have coming must not wait for the chunk. And if the step failed
-            # that is read here, the plan is void.
+        if self._flight and (plan.prefills or plan.has_first_tokens):
+            # What the streams have coming must not wait for the chunk, nor for the step that is
+            # read at once. And if the step failed that is read here, the plan is void.
             self._read_all()
             if self._events or self._planned is None:
                 return self.flush()
