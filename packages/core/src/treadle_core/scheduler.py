@@ -235,7 +235,7 @@ class Scheduler:
 
     def discard(self, plan: Plan) -> None:
         """Forget a plan that will not be run; :meth:`recover` has to follow."""
-        self._planned.pop(plan.number, None)
+        self._forget(plan)
 
     def check_integrity(self) -> None:
         """Assert that queue, rows and layout agree."""

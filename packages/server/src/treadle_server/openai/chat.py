@@ -1,24 +1,21 @@
 """``POST /v1/chat/completions``."""
 
-import time
-
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from treadle_core import Request
 from treadle_server.http import read_body
-from treadle_server.openai.answering import Answering
+from treadle_server.openai.exchange import make_header, reply
 from treadle_server.openai.messages import check_chat, render
 from treadle_server.openai.sampling import (
     chat_params,
     check_offered,
     deadline,
     either,
-    include_usage,
 )
 from treadle_server.openai.schema import CHAT, ChatRequest
-from treadle_server.openai.shapes import ChatShape, Header
-from treadle_server.serving import Serving, new_id
+from treadle_server.openai.shapes import ChatShape
+from treadle_server.serving import Serving
 from treadle_server.validation import decode
 
 
@@ -40,22 +37,10 @@ class ChatCompletions:
         """
         serving = self._serving
         wire = decode(CHAT, await read_body(http, serving.config.http.max_body_bytes))
-        header = Header(
-            id=new_id("chatcmpl"),
-            created=int(time.time()),
-            model=serving.model_name(wire.model),
-            usage=include_usage(wire),
-        )
+        header = make_header(serving, wire, "chatcmpl")
         request = await self._request(wire, header.id)
-        return Answering(
-            serving.dispatcher,
-            [request],
-            ChatShape(header, serving.token_names, logprobs=request.params.logprobs),
-            stream=bool(wire.stream),
-            usage=header.usage,
-            interval=serving.config.http.stream_interval,
-            heartbeat_seconds=serving.config.http.heartbeat_seconds,
-        )
+        shape = ChatShape(header, serving.token_names, logprobs=request.params.logprobs)
+        return reply(serving, wire, [request], shape)
 
     async def _request(self, wire: ChatRequest, request_id: str) -> Request:
         serving, defaults = self._serving, self._serving.config.defaults

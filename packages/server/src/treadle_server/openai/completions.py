@@ -1,6 +1,5 @@
 """``POST /v1/completions``."""
 
-import time
 from collections.abc import Sequence
 from typing import TypeGuard
 
@@ -10,17 +9,16 @@ from starlette.responses import Response
 from treadle_core import InvalidRequest, Request
 from treadle_server.errors import NotOffered
 from treadle_server.http import read_body
-from treadle_server.openai.answering import Answering
+from treadle_server.openai.exchange import make_header, reply
 from treadle_server.openai.sampling import (
     check_offered,
     completion_params,
     deadline,
     either,
-    include_usage,
 )
 from treadle_server.openai.schema import COMPLETION, CompletionRequest
-from treadle_server.openai.shapes import CompletionShape, Header
-from treadle_server.serving import Serving, new_id
+from treadle_server.openai.shapes import CompletionShape
+from treadle_server.serving import Serving
 from treadle_server.tokenizer import ChatTokenizer
 from treadle_server.validation import decode
 
@@ -45,23 +43,11 @@ class Completions:
         """
         serving = self._serving
         wire = decode(COMPLETION, await read_body(http, serving.config.http.max_body_bytes))
-        header = Header(
-            id=new_id("cmpl"),
-            created=int(time.time()),
-            model=serving.model_name(wire.model),
-            usage=include_usage(wire),
-        )
+        header = make_header(serving, wire, "cmpl")
         requests = await self._requests(wire, header.id)
         logprobs = requests[0].params.logprobs
-        return Answering(
-            serving.dispatcher,
-            requests,
-            CompletionShape(header, serving.token_names, logprobs=logprobs),
-            stream=bool(wire.stream),
-            usage=header.usage,
-            interval=serving.config.http.stream_interval,
-            heartbeat_seconds=serving.config.http.heartbeat_seconds,
-        )
+        shape = CompletionShape(header, serving.token_names, logprobs=logprobs)
+        return reply(serving, wire, requests, shape)
 
     async def _requests(self, wire: CompletionRequest, request_id: str) -> list[Request]:
         serving, defaults = self._serving, self._serving.config.defaults
