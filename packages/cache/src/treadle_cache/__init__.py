@@ -1,6 +1,6 @@
 """A prefix store for Treadle engines: so far its index, which stores nothing itself."""
 
-from treadle_cache.digests import Chain, MediaSpan, Namespace, block_digests, tail_digest
+from treadle_cache.digests import Chain, Namespace, block_digests, tail_digest
 from treadle_cache.index import (
     Evicted,
     EvictedBlock,
@@ -8,11 +8,11 @@ from treadle_cache.index import (
     IndexStats,
     Insertion,
     Match,
-    MissReason,
     NewBlock,
     PrefixIndex,
     Refusal,
 )
+from treadle_core.prefix import MediaSpan, MissReason
 
 __all__ = [
     "Chain",

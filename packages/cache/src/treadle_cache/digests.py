@@ -16,6 +16,8 @@ from struct import pack
 
 from msgspec import Struct
 
+from treadle_core.prefix import MediaSpan
+
 DIGEST_BYTES = 32
 TOKEN_BYTES = 4
 
@@ -49,34 +51,6 @@ class Namespace(Struct, frozen=True, kw_only=True):
         for field in (self.fingerprint, self.kv_format, self.adapter, self.salt):
             digest.update(_with_length(field.encode()))
         return digest.digest()
-
-
-class MediaSpan(Struct, frozen=True, order=True):
-    """A media item in place of the tokens ``[start, start + length)``.
-
-    Attributes:
-        start: Its first position in the prompt.
-        length: Its number of positions, at least 1.
-        digest: Digest of what the model sees there.
-    """
-
-    start: int
-    length: int
-    digest: bytes
-
-    def __post_init__(self) -> None:
-        """Refuse a span that covers nothing.
-
-        Raises:
-            ValueError: ``start`` is negative or ``length`` below 1.
-        """
-        if self.start < 0 or self.length < 1:
-            raise ValueError(f"a media span of {self.length} positions at {self.start}")
-
-    @property
-    def end(self) -> int:
-        """The position after its last."""
-        return self.start + self.length
 
 
 class Chain:

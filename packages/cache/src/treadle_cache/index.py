@@ -23,20 +23,13 @@ from typing import Literal
 from msgspec import Struct
 
 from treadle_cache.digests import Chain
+from treadle_core.prefix import MissReason
 
 BLOCK_METADATA_BYTES = 512
 """What this index holds for a block, in Python objects; a bound, measured in the tests."""
 
 CHECKPOINT_METADATA_BYTES = 2048
 """What this index holds for a checkpoint, in Python objects; a bound, measured in the tests."""
-
-MissReason = Literal["empty", "cleared", "too_short", "no_block", "no_checkpoint"]
-"""Why a lookup found nothing.
-
-``empty``: nothing was ever stored, or all of it was evicted. ``cleared``: nothing was stored since
-the last clear. ``too_short``: fewer tokens than a block may be reused. ``no_block``: the first
-block is not there. ``no_checkpoint``: blocks are, but no checkpoint among them.
-"""
 
 Refusal = Literal["cleared", "no_room"]
 """Why an insertion was not, or not whole, carried out."""

@@ -6,6 +6,7 @@ from typing import Protocol, runtime_checkable
 from treadle_core.events import Event
 from treadle_core.layers import ModelSpec
 from treadle_core.plan import Plan, StepResult
+from treadle_core.prefix import HostArray, Prefix, PrefixKey, PrefixStats, StateLayout
 
 
 class Clock(Protocol):
@@ -109,6 +110,125 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Free the model's memory. Idempotent."""
+        ...
+
+
+class RowReader(Protocol):
+    """A row's live state, to be copied from. Valid during one call."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are in it, all of them of the key that it is read for."""
+        ...
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of :meth:`state`; 0 where every layer can be cut."""
+        ...
+
+    def tokens(self, start: int, stop: int) -> list[HostArray]:
+        """Copies of tokens ``[start, stop)``: ``[heads, stop - start, dim]`` per token array."""
+        ...
+
+    def state(self) -> list[HostArray]:
+        """Copies of what the other layers keep after exactly ``num_tokens`` tokens."""
+        ...
+
+
+class StoredRow(Protocol):
+    """A stored prefix, to be copied into a row. Valid until its ticket is released."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it covers."""
+        ...
+
+    def tokens(self, index: int) -> HostArray:
+        """All tokens of one token array, ``[heads, num_tokens, dim]``."""
+        ...
+
+    def state(self) -> list[HostArray]:
+        """What :meth:`RowReader.state` gave when it was stored; empty where nothing was."""
+        ...
+
+
+class PrefixStore(Protocol):
+    """Keeps the state of prefixes, so that it need not be computed twice.
+
+    Used from the engine's thread alone. Whatever goes wrong inside (a damaged file, no room) is a
+    miss or something not stored, counted, and never an exception.
+    """
+
+    @property
+    def generation(self) -> int:
+        """Counts clears. Whoever begins to compute a state notes it, and hands it in with it."""
+        ...
+
+    def attach(self, fingerprint: str, layout: StateLayout) -> None:
+        """Serve one model from now on; called once, before anything else.
+
+        Args:
+            fingerprint: Digest of weights, config, tokenizer and dtype.
+            layout: What its rows consist of.
+
+        Raises:
+            Unsupported: The store cannot honour one of its options for this model.
+        """
+        ...
+
+    def find(self, key: PrefixKey, limit: int) -> Prefix:
+        """The longest stored prefix of ``key``, held until its ticket is released.
+
+        Args:
+            key: What is wanted.
+            limit: Most tokens: all but the last, whose logits are needed.
+        """
+        ...
+
+    def poll(self, ticket: int) -> Prefix | None:
+        """How a prefix that was not ready came out, under the same ticket; None if it still is not.
+
+        It may be shorter than announced, or a miss, when the slower tier failed; a miss has no
+        ticket any more.
+        """
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Block until a prefix that was not ready may have become so, at most ``seconds``."""
+        ...
+
+    def prefetch(self, key: PrefixKey, limit: int) -> None:
+        """``key`` will be looked up soon: begin to fetch it from a slower tier."""
+        ...
+
+    def load(self, ticket: int) -> StoredRow:
+        """What a ready ticket holds."""
+        ...
+
+    def release(self, ticket: int) -> None:
+        """Let go of what :meth:`find` found."""
+        ...
+
+    def insert(self, key: PrefixKey, row: RowReader, generation: int) -> None:
+        """Keep the state of ``key``, as far as there is room; what is there already is not copied.
+
+        Args:
+            key: Exactly the tokens that are in the row.
+            row: Their state. Where layers keep state that cannot be cut, a checkpoint is stored.
+            generation: The store's generation when computing the state began.
+        """
+        ...
+
+    def clear(self) -> None:
+        """Forget everything, in every tier; what is being computed now will not be kept either."""
+        ...
+
+    def stats(self) -> PrefixStats:
+        """Counters, as of now. May be called from any thread."""
+        ...
+
+    def close(self) -> None:
+        """Write what is still to be written, and give everything back. Idempotent."""
         ...
 
 
