@@ -6,12 +6,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from treadle_core.layers import Composite, FullAttention, Opaque, Recurrent, Window
+from treadle_core.layers import Composite, FullAttention, Opaque, Recurrent, Window, flatten
 from treadle_core.mlx_runtime.masks import Positions
 from treadle_core.mlx_runtime.stores import (
     AttentionStore,
     StateStore,
-    flatten,
     make_store,
     runs,
     scatter_rows,
@@ -388,8 +387,8 @@ def test_rows_are_written_at_their_columns_and_the_others_left_alone(
 def test_composite_layers_are_stored_part_by_part_and_unknown_ones_not_at_all() -> None:
     composite = Composite((FULL, STATE))
 
-    assert flatten(composite) == [FULL, STATE]
-    assert flatten(FULL) == [FULL]
+    assert flatten(composite) == (FULL, STATE)
+    assert flatten(FULL) == (FULL,)
     for spec in (composite, Opaque(8)):
         with pytest.raises(TypeError, match="has no store of its own"):
             make_store(spec, 0)

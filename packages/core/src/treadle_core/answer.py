@@ -106,6 +106,7 @@ class Answer:
         return Usage(
             prompt_tokens=len(self.sequence.prompt),
             completion_tokens=len(self.sequence.output),
+            cached_tokens=self.sequence.num_cached,
             preemptions=self.sequence.num_preemptions,
         )
 

@@ -21,15 +21,27 @@ from treadle_core.errors import (
 )
 from treadle_core.events import Event, Failed, FinishReason
 from treadle_core.kv_layout import KvLayout
+from treadle_core.layers import state_layout
 from treadle_core.pacing import AdaptiveChunk, FixedChunk
 from treadle_core.plan import Plan, Sampled, StepResult
-from treadle_core.ports import ChunkPolicy, Clock, Observer, PendingStep, Runner, Tokenizer
+from treadle_core.ports import (
+    ChunkPolicy,
+    Clock,
+    Observer,
+    PendingStep,
+    PrefixStore,
+    Runner,
+    Tokenizer,
+)
+from treadle_core.prefix import PrefixKey
 from treadle_core.request import Request, check_float, check_int
+from treadle_core.reuse import Reuse
 from treadle_core.scheduler import Limits, Scheduler
 from treadle_core.sequence import Sequence
 from treadle_core.waiting import AGEING_SECONDS, WaitingQueue, fcfs, priority_with_ageing
 
 POLICIES = ("fcfs", "priority")
+LONGEST_WAIT = 0.05
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,6 +61,8 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         ageing_seconds: Under ``priority``, waiting this long counts as one step of priority.
         kv_memory_bytes: Most bytes of live KV; None is no limit.
         context_length: Most tokens of prompt and answer; None takes the model's.
+        checkpoint_interval: With a prefix store, and layers whose state cannot be cut, tokens
+            between the checkpoints of a long prefill.
     """
 
     max_num_seqs: int = 256
@@ -61,6 +75,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ageing_seconds: float = AGEING_SECONDS
     kv_memory_bytes: int | None = None
     context_length: int | None = None
+    checkpoint_interval: int = 1024
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -74,6 +89,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, 2)
         check_int("prefill_step_size", self.prefill_step_size, 1)
         check_int("chunked_prefill_tokens", self.chunked_prefill_tokens, 0)
+        check_int("checkpoint_interval", self.checkpoint_interval, 1)
         if self.max_decode_stall_ms is not None:
             stall = self.max_decode_stall_ms
             check_float("max_decode_stall_ms", stall, 0.0, 1e9, exclusive_low=True)
@@ -133,6 +149,10 @@ class Engine:
         clock: Time.
         observers: Are told what happens.
         chunk: How much to prefill beside decoding rows; by default as ``config`` says.
+        store: Keeps the state of prefixes; None computes every prompt. The engine owns it.
+
+    Raises:
+        Unsupported: An option cannot be honoured for this model.
     """
 
     def __init__(
@@ -144,6 +164,7 @@ class Engine:
         clock: Clock | None = None,
         observers: Tokens[Observer] = (),
         chunk: ChunkPolicy | None = None,
+        store: PrefixStore | None = None,
     ) -> None:
         self._config = config or EngineConfig()
         self._runner = runner
@@ -156,7 +177,9 @@ class Engine:
             raise Unsupported(
                 f"context_length: got {self._context}, the model has {spec.context_length}"
             )
+        self._store = store
         self._scheduler = Scheduler(
+            reuse=self._attach(store) if store is not None else None,
             layout=KvLayout(
                 spec.layers,
                 budget_bytes=self._config.kv_memory_bytes,
@@ -178,6 +201,7 @@ class Engine:
         self._flight: deque[tuple[Plan, PendingStep]] = deque()
         self._planned: Plan | None = None
         self._events: list[Event] = []
+        self._held: list[tuple[int, Event]] = []
         self._order = 0
         self._totals = [0, 0, 0, 0, 0]
         self._num_steps = 0
@@ -197,7 +221,9 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether :meth:`step` would do something."""
-        return bool(self._scheduler.has_work or self._planned or self._flight or self._events)
+        return bool(
+            self._scheduler.has_work or self._planned or self._flight or self._events or self._held
+        )
 
     @property
     def has_room(self) -> bool:
@@ -228,6 +254,8 @@ class Engine:
         self._scheduler.add([answer.sequence for answer in answers])
         for answer in answers:
             self._answers[answer.sequence.key] = answer
+        if self._store is not None:
+            self._store.prefetch(_prefix_key(request, prompt), len(prompt) - 1)
         self._unfinished[request.id] = request.n
         self._totals[0] += 1
         for observer in self._observers:
@@ -263,6 +291,8 @@ class Engine:
         look_ahead = plan.has_work and not plan.has_first_tokens
         while len(self._flight) > look_ahead:
             self._read_one()
+        if self._store is not None and not plan.has_work and self._scheduler.is_waiting_for_state:
+            self._store.wait(LONGEST_WAIT)
         return self.flush()
 
     def flush(self) -> list[Event]:
@@ -280,7 +310,12 @@ class Engine:
             self.abort(request_id)
         self._closed = True
         self._flight.clear()
+        if self._planned is not None:
+            self._drop(self._planned)
+        self._tell(self._scheduler.number + 1)
         self._runner.close()
+        if self._store is not None:
+            self._store.close()
         return self.flush()
 
     def stats(self) -> EngineStats:
@@ -307,6 +342,13 @@ class Engine:
         counted = sum(self._unfinished.values())
         assert counted == len(self._answers), f"{counted} unfinished, {len(self._answers)} known"
 
+    def _attach(self, store: PrefixStore) -> Reuse:
+        """Let the store and the runner know of each other."""
+        layout = state_layout(self._runner.spec)
+        store.attach(self._runner.fingerprint, layout)
+        self._runner.use(store)
+        return Reuse(store, layout, checkpoint_interval=self._config.checkpoint_interval)
+
     def _encode(self, request: Request) -> tuple[int, ...]:
         if not isinstance(request.prompt, str):
             return request.prompt
@@ -326,6 +368,9 @@ class Engine:
             raise InvalidRequest("n", request.n, limit)
         if len(prompt) >= self._context:
             raise PromptTooLong(len(prompt), self._context)
+        if request.boundaries and max(request.boundaries) > len(prompt):
+            limit = f"at most {len(prompt)}, the tokens of the prompt"
+            raise InvalidRequest("boundaries", max(request.boundaries), limit)
         largest = max(prompt)
         if largest >= vocab_size:
             raise InvalidRequest("prompt", largest, f"token ids below {vocab_size}")
@@ -383,10 +428,24 @@ class Engine:
             step = self._runner.submit(plan)
         except Exception as error:  # noqa: BLE001 — whatever a model raises must not end the engine
             self._read_all()
+            self._drop(plan)
             self._recover(plan, [], error)
             return
+        self._drop(plan)
+        self._tell(plan.number)
         if plan.has_work:
             self._flight.append((plan, step))
+
+    def _drop(self, plan: Plan) -> None:
+        """What a plan restored is in its row now, or nowhere."""
+        for ticket in plan.tickets:
+            assert self._store is not None
+            self._store.release(ticket)
+
+    def _tell(self, number: int) -> None:
+        """Whatever was to be stored by plans up to this one can be found: tell who ended."""
+        self._events += [event for due, event in self._held if due <= number]
+        self._held = [(due, event) for due, event in self._held if due > number]
 
     def _read_all(self) -> None:
         while self._flight:
@@ -415,7 +474,7 @@ class Engine:
             if isinstance(outcome, Sampled):
                 self._take_token(answer, outcome, now)
             else:
-                self._scheduler.finish(sequence)
+                self._scheduler.finish(sequence, keep=False)
                 error = StepFailed(sequence.request.id, outcome)
                 self._end(answer, answer.fail(error, now))
 
@@ -436,12 +495,12 @@ class Engine:
     def _finish(self, answer: Answer, reason: FinishReason) -> None:
         """End an answer well; a tokenizer that cannot decode its rest fails it alone."""
         now = self._clock.now()
-        self._scheduler.finish(answer.sequence)
+        stored = self._scheduler.finish(answer.sequence)
         try:
             event: Event = answer.finish(reason, now)
         except Exception as error:  # noqa: BLE001 — a tokenizer may raise anything
             event = answer.fail(StepFailed(answer.sequence.request.id, describe(error)), now)
-        self._end(answer, event)
+        self._end(answer, event, stored=stored)
 
     def _report_progress(self, plan: Plan) -> None:
         alive = self._scheduler.alive(plan)
@@ -454,8 +513,11 @@ class Engine:
     def _recover(self, failed: Plan, lost: list[Plan], error: Exception) -> None:
         self._runner.reset()
         if self._planned is not None:
+            self._drop(self._planned)
             self._scheduler.discard(self._planned)
             self._planned = None
+        # All rows are gone: nothing more will be stored of those who ended.
+        self._tell(self._scheduler.number + 1)
         now = self._clock.now()
         for sequence in self._scheduler.recover(failed, lost):
             self._scheduler.finish(sequence)
@@ -466,10 +528,11 @@ class Engine:
     def _expire(self) -> None:
         now = self._clock.now()
         for sequence in self._scheduler.expired(now):
-            self._scheduler.finish(sequence)
+            stored = self._scheduler.finish(sequence)
             answer = self._answers[sequence.key]
             waited = f"its deadline of {sequence.request.deadline:g} s passed"
-            self._end(answer, answer.fail(DeadlineExceeded(sequence.request.id, waited), now))
+            event = answer.fail(DeadlineExceeded(sequence.request.id, waited), now)
+            self._end(answer, event, stored=stored)
 
     def _end_doomed(self) -> None:
         now = self._clock.now()
@@ -482,7 +545,8 @@ class Engine:
             )
             self._end(answer, answer.fail(OutOfMemory(sequence.request.id, reason), now))
 
-    def _end(self, answer: Answer, event: Event) -> None:
+    def _end(self, answer: Answer, event: Event, *, stored: bool = False) -> None:
+        """Tell the last event of an answer; after the next plan, if that ``stored`` its state."""
         key = answer.sequence.key
         del self._answers[key]
         self._unfinished[key[0]] -= 1
@@ -493,7 +557,14 @@ class Engine:
         self._totals[2] += isinstance(event, Failed)
         self._totals[3] += usage.prompt_tokens
         self._totals[4] += usage.completion_tokens
-        self._events.append(event)
+        if stored:
+            self._held.append((self._scheduler.number + 1, event))
+        else:
+            self._events.append(event)
+
+
+def _prefix_key(request: Request, prompt: tuple[int, ...]) -> PrefixKey:
+    return PrefixKey(tokens=prompt, salt=request.cache_salt or "")
 
 
 def make_chunk_policy(config: EngineConfig) -> ChunkPolicy:

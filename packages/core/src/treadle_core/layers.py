@@ -1,7 +1,10 @@
 """What each layer of a model keeps between tokens, as data: asked once, at load."""
 
+import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
+
+from treadle_core.prefix import StateLayout, TokenArray
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "uint32": 4, "uint8": 1}
 
@@ -114,6 +117,26 @@ def layer_bytes(spec: LayerSpec, rows: int, capacity: int, slack: int) -> int:
             return sum(layer_bytes(part, rows, capacity, slack) for part in parts)
         case Opaque(bytes_per_token):
             return rows * capacity * bytes_per_token
+
+
+def state_layout(spec: ModelSpec) -> StateLayout:
+    """What the state of a row looks like to a prefix store."""
+    parts = [part for layer in spec.layers for part in flatten(layer)]
+    kept = [part for part in parts if isinstance(part, FullAttention)] if spec.batched else []
+    return StateLayout(
+        tokens=tuple(
+            TokenArray(part.heads, dim, part.dtype)
+            for part in kept
+            for dim in (part.key_dim, part.value_dim)
+        ),
+        has_state=len(kept) < len(parts),
+        format=msgspec.json.encode((spec.layers, spec.batched)).decode(),
+    )
+
+
+def flatten(spec: LayerSpec) -> tuple[LayerSpec, ...]:
+    """The parts of a composite layer, or the layer itself."""
+    return spec.parts if isinstance(spec, Composite) else (spec,)
 
 
 def ring_size(spec: Window, slack: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 from msgspec import Struct
 
 from treadle_core.events import TokenLogprob
+from treadle_core.prefix import PrefixKey
 from treadle_core.request import LogitsProcessor, SamplingParams
 
 Key = tuple[str, int]
@@ -71,7 +72,30 @@ class Transfer(Struct, frozen=True, tag="transfer"):
     length: int
 
 
-Instruction = Resize | Open | Promote | Close | Transfer
+class Restore(Struct, frozen=True, kw_only=True, tag="restore"):
+    """Copy the stored prefix of a ticket into an empty row, as its first tokens."""
+
+    key: Key
+    group: int
+    row: int
+    ticket: int
+    num_tokens: int
+
+
+class Save(Struct, frozen=True, kw_only=True, tag="save"):
+    """Store what a row holds: the state after exactly the tokens of ``prefix``.
+
+    ``generation`` is the store's, when computing the state began.
+    """
+
+    key: Key
+    group: int
+    row: int
+    prefix: PrefixKey
+    generation: int
+
+
+Instruction = Resize | Open | Promote | Close | Transfer | Restore | Save
 
 
 class RowSetup(Struct, frozen=True, kw_only=True):
@@ -143,6 +167,11 @@ class Plan(Struct, frozen=True, kw_only=True):
     def prefills(self) -> tuple[Prefill, ...]:
         """The prefill chunks alone."""
         return tuple(item for item in self.work if isinstance(item, Prefill))
+
+    @property
+    def tickets(self) -> tuple[int, ...]:
+        """Tickets of the stored prefixes that it restores."""
+        return tuple(item.ticket for item in self.work if isinstance(item, Restore))
 
     @property
     def has_work(self) -> bool:

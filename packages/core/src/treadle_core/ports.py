@@ -93,6 +93,15 @@ class Runner(Protocol):
         """What the model is."""
         ...
 
+    @property
+    def fingerprint(self) -> str:
+        """Digest of everything about the model that a row's state depends on."""
+        ...
+
+    def use(self, store: "PrefixStore") -> None:
+        """Restore from, and save to, this store when a plan says so. Called once, at the start."""
+        ...
+
     def submit(self, plan: Plan) -> PendingStep:
         """Start a step and return before it is done.
 

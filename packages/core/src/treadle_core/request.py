@@ -122,6 +122,8 @@ class Request(Struct, frozen=True, kw_only=True):
         priority: Lower is served earlier under the PRIORITY policy.
         deadline: Seconds from acceptance after which the request fails; None is no limit.
         cache_salt: Separates reuse of stored KV between tenants; it never changes tokens.
+        boundaries: Numbers of prompt tokens after which others may go on differently, such as the
+            ends of messages: a prefix store keeps state there that it could not cut later.
         logits_processors: Called in order on the row's logits for each token.
         constraint: Makes a :class:`treadle_core.ports.TokenConstraint` for each answer.
     """
@@ -133,6 +135,7 @@ class Request(Struct, frozen=True, kw_only=True):
     priority: int = 0
     deadline: float | None = None
     cache_salt: str | None = None
+    boundaries: tuple[int, ...] = ()
     logits_processors: tuple[LogitsProcessor, ...] = ()
     constraint: Callable[[], Any] | None = None
 
@@ -151,6 +154,8 @@ class Request(Struct, frozen=True, kw_only=True):
             check_float("deadline", self.deadline, 0.0, math.inf, exclusive_low=True)
         if self.cache_salt is not None:
             check_text("cache_salt", self.cache_salt)
+        for boundary in self.boundaries:
+            check_int("boundaries", boundary, 1)
         check_callables("logits_processors", self.logits_processors)
         check_callables("constraint", () if self.constraint is None else (self.constraint,))
 

@@ -18,11 +18,14 @@ from treadle_core.plan import (
     Key,
     Plan,
     Prefill,
+    Restore,
     RowSetup,
     Sampled,
     StepResult,
 )
 from treadle_core.ports import ChunkPolicy
+from treadle_core.prefix import Prefix
+from treadle_core.reuse import Reuse
 from treadle_core.sequence import Sequence, Status
 from treadle_core.waiting import WaitingQueue
 
@@ -74,17 +77,25 @@ class Scheduler:
         chunk: How much to prefill beside decoding rows.
         queue: Who is next.
         limits: Bounds.
+        reuse: What is looked up and stored; None computes everything.
     """
 
     def __init__(
-        self, *, layout: KvLayout, chunk: ChunkPolicy, queue: WaitingQueue, limits: Limits
+        self,
+        *,
+        layout: KvLayout,
+        chunk: ChunkPolicy,
+        queue: WaitingQueue,
+        limits: Limits,
+        reuse: Reuse | None = None,
     ) -> None:
         self._layout = layout
         self._chunk = chunk
         self._waiting = queue
         self._limits = limits
+        self._reuse = reuse
         self._running: dict[Key, Sequence] = {}
-        self._leaving: list[Sequence] = []
+        self._leaving: list[tuple[Sequence, bool]] = []
         self._rows: dict[Key, Sequence] = {}
         self._planned: dict[int, list[tuple[Sequence, int]]] = {}
         self._doomed: list[Sequence] = []
@@ -118,6 +129,16 @@ class Scheduler:
         return [*self._running.values(), *self._waiting]
 
     @property
+    def number(self) -> int:
+        """Number of the newest plan."""
+        return self._number
+
+    @property
+    def is_waiting_for_state(self) -> bool:
+        """Whether a row waits for state from a slower tier."""
+        return any(s.ticket is not None for s in self._running.values())
+
+    @property
     def must_read_first(self) -> bool:
         """Whether the next plan needs tokens that are still in flight."""
         longest = self._layout.longest_alone
@@ -139,14 +160,26 @@ class Scheduler:
             self._waiting.push(sequence)
             self._next_deadline = min(self._next_deadline, sequence.deadline or math.inf)
 
-    def finish(self, sequence: Sequence) -> None:
-        """End a sequence in whatever state it is; its row is free from the next plan on."""
+    def finish(self, sequence: Sequence, *, keep: bool = True) -> bool:
+        """End a sequence in whatever state it is; its row is free from the next plan on.
+
+        Args:
+            sequence: Which.
+            keep: Whether what its row holds is worth storing.
+
+        Returns:
+            Whether the next plan stores something of it.
+        """
         self._waiting.discard(sequence)
         self._running.pop(sequence.key, None)
         sequence.move_to(Status.FINISHED)
+        if self._reuse is not None:
+            self._reuse.forget(sequence)
         # Not by key: the row may be a finished predecessor's that had the same request id.
-        if self._rows.get(sequence.key) is sequence:
-            self._leaving.append(sequence)
+        if self._rows.get(sequence.key) is not sequence:
+            return False
+        self._leaving.append((sequence, keep))
+        return keep and self._reuse is not None and sequence.num_computed > sequence.num_saved
 
     def expired(self, now: float) -> list[Sequence]:
         """Unfinished sequences whose deadline has passed."""
@@ -170,6 +203,7 @@ class Scheduler:
         if only is not None:
             self._preempt_others(draft, only)
         preempted = self._make_room_to_decode(draft, now)
+        self._take_arrivals(draft)
         prefilled = self._plan_prefill(draft, now, only, may_admit=not preempted)
         self._plan_decode(draft)
         plan = draft.freeze()
@@ -223,14 +257,13 @@ class Scheduler:
         guilty = again if len(blamed) == 1 else []
         for sequence, _ in involved:
             sequence.suspect = True
+            sequence.cold = True
         self._any_suspect = True
         self._layout.reset()
         self._rows.clear()
         self._leaving.clear()
         for sequence in list(self._running.values()):
-            del self._running[sequence.key]
-            sequence.restart()
-            self._waiting.push(sequence)
+            self._send_back(sequence)
         return guilty
 
     def discard(self, plan: Plan) -> None:
@@ -257,15 +290,17 @@ class Scheduler:
         return self._rows[key].num_computed
 
     def _release_finished(self, draft: Draft) -> None:
-        for sequence in self._leaving:
-            self._release(draft, sequence)
+        for sequence, keep in self._leaving:
+            self._release(draft, sequence, keep=keep)
         self._leaving.clear()
         for sequence in list(self._running.values()):
             # Its last token is on the way: the row is not needed any more.
             if not sequence.wants_token and sequence.key in self._rows:
                 self._release(draft, sequence)
 
-    def _release(self, draft: Draft, sequence: Sequence) -> None:
+    def _release(self, draft: Draft, sequence: Sequence, *, keep: bool = True) -> None:
+        if keep:
+            self._save(draft, sequence)
         draft.work += self._layout.release(sequence.key, self._written)
         draft.leaves.append(sequence.key)
         del self._rows[sequence.key]
@@ -277,9 +312,46 @@ class Scheduler:
 
     def _requeue(self, draft: Draft, sequence: Sequence) -> None:
         self._release(draft, sequence)
+        self._send_back(sequence)
+
+    def _send_back(self, sequence: Sequence) -> None:
+        if self._reuse is not None:
+            self._reuse.forget(sequence)
         del self._running[sequence.key]
         sequence.restart()
         self._waiting.push(sequence)
+
+    def _save(self, draft: Draft, sequence: Sequence) -> None:
+        if self._reuse is not None:
+            save = self._reuse.save(sequence, self._layout.place(sequence.key))
+            draft.work += [save] if save is not None else []
+
+    def _take_arrivals(self, draft: Draft) -> None:
+        """Restore what has come from a slower tier; what has not come is computed."""
+        for sequence in self._running.values():
+            if self._reuse is not None and sequence.ticket is not None:
+                prefix = self._reuse.poll(sequence)
+                if prefix is not None:
+                    self._restore(draft, sequence, prefix)
+
+    def _restore(self, draft: Draft, sequence: Sequence, prefix: Prefix) -> None:
+        assert self._reuse is not None
+        if prefix.ticket is None:
+            return
+        if not prefix.ready:
+            sequence.ticket = prefix.ticket
+            return
+        group, row = self._layout.place(sequence.key)
+        draft.work.append(
+            Restore(
+                key=sequence.key,
+                group=group,
+                row=row,
+                ticket=prefix.ticket,
+                num_tokens=prefix.num_tokens,
+            )
+        )
+        self._reuse.restored(sequence, prefix)
 
     def _suspect(self) -> Sequence | None:
         """Who has to run alone now, after a step that failed."""
@@ -355,7 +427,7 @@ class Scheduler:
     ) -> Sequence | None:
         """Whose prompt goes on: in turns the oldest, so that it ends, and the shortest."""
         started = [s for s in self._running.values() if s.status is Status.PREFILL]
-        open_ = [s for s in started if s not in served]
+        open_ = [s for s in started if s not in served and s.ticket is None]
         head = (only or self._waiting.peek(now)) if may_admit else None
         if open_ and self._number % 2:
             oldest = min(open_, key=lambda s: self._waiting.rank(s, now))
@@ -364,7 +436,12 @@ class Scheduler:
         shortest = min(open_, key=lambda s: self._haste(s, now), default=None)
         while head is not None and head.status is Status.WAITING:
             if shortest is None or self._haste(head, now) < self._haste(shortest, now):
-                return self._admit(draft, head) or shortest
+                admitted = self._admit(draft, head)
+                if admitted is None or admitted.ticket is None:
+                    return admitted or shortest
+                # Its state is on the way; whoever is behind it need not wait for that.
+                head = self._waiting.peek(now) if only is None else None
+                continue
             # A long one only gets its row, and only so that a shorter one behind it is not stuck.
             mine = self._haste(shortest, now)
             stuck = any(self._haste(s, now) < mine for s in self._waiting)
@@ -398,6 +475,8 @@ class Scheduler:
         sequence.move_to(Status.PREFILL)
         self._running[sequence.key] = sequence
         self._rows[sequence.key] = sequence
+        if self._reuse is not None:
+            self._restore(draft, sequence, self._reuse.find(sequence))
         return sequence
 
     def _prefill(self, draft: Draft, sequence: Sequence, most: int, room: int) -> int:
@@ -406,6 +485,8 @@ class Scheduler:
             # A chunk of its own for such a rest would cost more than it spares anybody.
             most = sequence.num_to_prefill
         num = min(sequence.num_to_prefill, most, self._limits.prefill_step_size, room)
+        if self._reuse is not None:
+            num = self._reuse.cut(sequence, num)
         if num > 0:
             start = sequence.num_computed
             group, row = self._layout.place(sequence.key)
@@ -414,6 +495,8 @@ class Scheduler:
                 Prefill(key=sequence.key, group=group, row=row, tokens=tokens, start=start)
             )
             sequence.num_computed += num
+            if self._reuse is not None and self._reuse.is_due(sequence):
+                self._save(draft, sequence)
         # The forward of another group would come on top of the chunk: that is for the next step.
         if sequence.num_to_prefill == 0 and not (num and self._needs_its_own_forward(sequence)):
             draft.work.append(self._layout.promote(sequence.key, self._written))

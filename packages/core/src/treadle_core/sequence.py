@@ -44,6 +44,11 @@ class Sequence:
         output: Generated token ids that the host has read.
         deadline: When it fails, in the clock's seconds.
         suspect: A step that it was part of failed; it has to run alone once.
+        num_cached: Prompt tokens whose prefill was skipped when it was first admitted.
+        num_saved: Tokens of its row that were handed to the prefix store, or came from there.
+        generation: The prefix store's, when computing what the row holds began.
+        ticket: What it waits for, from a slower tier of the prefix store.
+        cold: Reuse nothing for it: a step that restored something failed.
     """
 
     request: Request
@@ -63,6 +68,11 @@ class Sequence:
     suspect: bool = False
     constraint: Any = None
     epoch: int = 0
+    num_cached: int = 0
+    num_saved: int = 0
+    generation: int = 0
+    ticket: int | None = None
+    cold: bool = False
 
     @property
     def key(self) -> Key:
@@ -112,4 +122,5 @@ class Sequence:
         self.move_to(Status.WAITING)
         self.num_computed = 0
         self.num_in_flight = 0
+        self.num_saved = 0
         self.epoch += 1

@@ -1,15 +1,24 @@
 """The rows of one group and the forwards over them: batched in slots, or one row at a time."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import mlx.core as mx
 
-from treadle_core.layers import Composite, LayerSpec
+from treadle_core.layers import Composite, FullAttention, LayerSpec, flatten
 from treadle_core.mlx_runtime.adapter import TextModel, cache_arrays
+from treadle_core.mlx_runtime.host import pack_caches, to_device, to_host, unpack_caches
 from treadle_core.mlx_runtime.masks import Positions
-from treadle_core.mlx_runtime.stores import CompositeView, Payload, Store, flatten, make_store
+from treadle_core.mlx_runtime.stores import (
+    AttentionStore,
+    CompositeView,
+    Payload,
+    Store,
+    make_store,
+)
 from treadle_core.plan import Close, Move, Open, Promote, Resize, Transfer
+from treadle_core.ports import RowReader, StoredRow
+from treadle_core.prefix import HostArray
 
 
 class RowGroup(Protocol):
@@ -53,6 +62,14 @@ class RowGroup(Protocol):
 
     def arrays(self) -> list[mx.array]:
         """Everything that a prefill wrote, to be evaluated."""
+        ...
+
+    def reader(self, row: int, length: int) -> RowReader:
+        """The row's state after ``length`` tokens, to be copied from before anything changes."""
+        ...
+
+    def restore(self, row: int, stored: StoredRow) -> None:
+        """Fill an empty row with its first tokens, and wait for that."""
         ...
 
 
@@ -155,6 +172,25 @@ class SlotGroup:
         self._commit(views)
         return logits
 
+    def reader(self, row: int, length: int) -> "SlotReader":
+        """The row's state, in parts that can be cut and parts that cannot."""
+        return SlotReader(self._stores, row, length)
+
+    def restore(self, row: int, stored: StoredRow) -> None:
+        """Write each layer, one at a time: their copies together would be a second row."""
+        length = stored.num_tokens
+        self._touched[row] = max(self._touched[row], length)
+        state, index = iter(stored.state()), 0
+        for store in self._stores:
+            if is_cuttable(store):
+                pair = (index, index + 1)
+                arrays = [to_device(stored.tokens(number))[None] for number in pair]
+                index += 2
+            else:
+                arrays = [to_device(next(state)) for _ in range(store.num_arrays)]
+            store.write_state(row, length, arrays)
+            mx.eval(store.arrays())
+
     @property
     def stores(self) -> list[Store]:
         """Each layer's state, composite layers part by part."""
@@ -186,6 +222,47 @@ class SlotGroup:
     def _commit(self, views: list[Any]) -> None:
         for store, view in zip(self._stores, views, strict=True):
             store.commit(view)
+
+
+class SlotReader:
+    """A row of slots, rings and recurrent state.
+
+    Args:
+        stores: What each layer holds.
+        row: Which row.
+        length: Tokens in it.
+    """
+
+    def __init__(self, stores: Sequence[Store], row: int, length: int) -> None:
+        self._cuttable = [store for store in stores if is_cuttable(store)]
+        self._others = [store for store in stores if not is_cuttable(store)]
+        self._row = row
+        self.num_tokens = length
+        self._state: Payload | None = None
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of what cannot be cut."""
+        return sum(array.nbytes for array in self._read_state())
+
+    def tokens(self, start: int, stop: int) -> list[HostArray]:
+        """Copies of tokens ``[start, stop)`` of the layers that can be cut."""
+        read = [store.read_tokens(self._row, start, stop) for store in self._cuttable]
+        arrays = [array for pair in read for array in pair]
+        mx.eval(arrays)
+        return [to_host(array)[0] for array in arrays]
+
+    def state(self) -> list[HostArray]:
+        """Copies of what the other layers keep."""
+        arrays = self._read_state()
+        mx.eval(arrays)
+        return [to_host(array) for array in arrays]
+
+    def _read_state(self) -> Payload:
+        if self._state is None:
+            read = [store.read_state(self._row, self.num_tokens) for store in self._others]
+            self._state = [array for part in read for array in part]
+        return self._state
 
 
 class SoloGroup:
@@ -233,9 +310,49 @@ class SoloGroup:
         ]
         return mx.concatenate(rows)
 
+    def reader(self, row: int, length: int) -> "SoloReader":
+        """The row's own caches, whole."""
+        return SoloReader(self._rows[row], length)
+
+    def restore(self, row: int, stored: StoredRow) -> None:
+        """Fill fresh caches."""
+        unpack_caches(self._rows[row], stored.state())
+
     def arrays(self) -> list[mx.array]:
         """The arrays of every row's cache."""
         return [array for caches in self._rows for cache in caches for array in cache_arrays(cache)]
+
+
+class SoloReader:
+    """The model's own caches of one row.
+
+    Args:
+        caches: They.
+        length: Tokens in them.
+    """
+
+    def __init__(self, caches: list[Any], length: int) -> None:
+        self._caches = caches
+        self.num_tokens = length
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the caches' arrays, and some for their description."""
+        return sum(a.nbytes for cache in self._caches for a in cache_arrays(cache)) + 4096
+
+    def tokens(self, start: int, stop: int) -> list[HostArray]:
+        """Nothing can be cut."""
+        del start, stop
+        return []
+
+    def state(self) -> list[HostArray]:
+        """Copies of all that the caches hold."""
+        return pack_caches(self._caches)
+
+
+def is_cuttable(store: Store) -> TypeGuard[AttentionStore]:
+    """Whether a layer's state can be cut at any token."""
+    return isinstance(store, AttentionStore) and isinstance(store.spec, FullAttention)
 
 
 def _read(store: Store, rows: Sequence[tuple[int, int]]) -> list[Payload]:

@@ -7,20 +7,24 @@ import mlx.core as mx
 
 from treadle_core.layers import ModelSpec
 from treadle_core.mlx_runtime.adapter import TextModel
+from treadle_core.mlx_runtime.fingerprint import fingerprint
 from treadle_core.mlx_runtime.groups import RowGroup, SlotGroup, SoloGroup
 from treadle_core.mlx_runtime.sampler import Choice, Sampler
 from treadle_core.plan import (
     Close,
     Decode,
+    Instruction,
     Open,
     Plan,
     Prefill,
     Promote,
     Resize,
+    Restore,
+    Save,
     StepResult,
     Transfer,
 )
-from treadle_core.ports import PendingStep
+from treadle_core.ports import PendingStep, PrefixStore
 
 CLEAR_EVERY_STEPS = 256
 CLEAR_AFTER_TOKENS = 512
@@ -111,11 +115,22 @@ class ModelRunner:
         self._before: SubmittedStep | None = None
         self._stopwatch = Stopwatch()
         self._num_steps = 0
+        self._prefixes: PrefixStore | None = None
 
     @property
     def spec(self) -> ModelSpec:
         """What the model is."""
         return self._spec
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the model's class and of every bit of its weights; computed when asked for."""
+        assert self._model is not None, "the runner is closed"
+        return fingerprint(self._model.model)
+
+    def use(self, store: PrefixStore) -> None:
+        """Restore from, and save to, this store when a plan says so."""
+        self._prefixes = store
 
     @property
     def num_rows(self) -> int:
@@ -177,8 +192,12 @@ class ModelRunner:
                 self._arrange(item)
         return seconds
 
-    def _arrange(self, change: Resize | Open | Promote | Close | Transfer) -> None:
+    def _arrange(self, change: Instruction) -> None:
         match change:
+            case Restore():
+                self._restore(change)
+            case Save():
+                self._save(change)
             case Resize(group, rows, _):
                 if rows == 0:
                     self._groups.pop(group, None)
@@ -196,6 +215,17 @@ class ModelRunner:
                 self._groups[group].close(change)
             case Transfer(group, _, to_group):
                 self._groups[to_group].insert(change, self._groups[group])
+
+    def _restore(self, restore: Restore) -> None:
+        assert self._prefixes is not None, "a stored prefix without a store"
+        stored = self._prefixes.load(restore.ticket)
+        assert stored.num_tokens == restore.num_tokens, "a stored prefix of another length"
+        self._groups[restore.group].restore(restore.row, stored)
+
+    def _save(self, save: Save) -> None:
+        assert self._prefixes is not None, "a row to store without a store"
+        row = self._groups[save.group].reader(save.row, len(save.prefix.tokens))
+        self._prefixes.insert(save.prefix, row, save.generation)
 
     def _prefill(self, prefill: Prefill) -> float:
         """Write a chunk, and wait for it: its speed decides how long the next one may be.

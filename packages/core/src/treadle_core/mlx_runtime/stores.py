@@ -5,6 +5,7 @@ in place because MLX donates the buffer; joining, leaving and rolling back never
 rows. Views of a store are what the model sees in place of its own caches, for one forward.
 """
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -38,6 +39,11 @@ Payload = list[mx.array]
 class Store(Protocol):
     """One layer's state for the rows of a group ``[decoding | prefilling]``."""
 
+    @property
+    def num_arrays(self) -> int:
+        """Arrays of a row's state."""
+        ...
+
     def resize(self, rows: int, capacity: int, used: int) -> None:
         """Change the allocation; the first ``used`` rows keep their contents."""
         ...
@@ -52,6 +58,14 @@ class Store(Protocol):
 
     def write(self, row: int, payload: Payload) -> None:
         """Put what :meth:`read` gave into a row."""
+        ...
+
+    def read_state(self, row: int, length: int) -> Payload:
+        """Lazy copies of what the layer keeps after ``length`` tokens, whatever its buffers' size."""
+        ...
+
+    def write_state(self, row: int, length: int, payload: Payload) -> None:
+        """Put what :meth:`read_state` gave into a row that is being prefilled."""
         ...
 
     def promote(self, row: int, to: int, mine: Payload, other: Payload) -> None:
@@ -105,6 +119,11 @@ class AttentionStore:
         self.rows = 0
         self.columns = 0
 
+    @property
+    def num_arrays(self) -> int:
+        """Keys and values."""
+        return 2
+
     def resize(self, rows: int, capacity: int, used: int) -> None:
         """Allocate ``rows x columns`` and keep what is there."""
         columns = self._columns(capacity)
@@ -129,6 +148,28 @@ class AttentionStore:
         if used:
             self.keys[row : row + 1, :, :used] = keys
             self.values[row : row + 1, :, :used] = values
+
+    def read_tokens(self, row: int, start: int, stop: int) -> Payload:
+        """Lazy copies of tokens ``[start, stop)`` of a row of full attention."""
+        return [mx.contiguous(b[row : row + 1, :, start:stop]) for b in (self.keys, self.values)]
+
+    def read_state(self, row: int, length: int) -> Payload:
+        """Copies of the tokens that may still be seen, in the order of their positions."""
+        if isinstance(self.spec, FullAttention):
+            return self.read_tokens(row, 0, length)
+        index = mx.array(self._ring_columns(length), dtype=mx.int32)
+        return [mx.take(b[row : row + 1], index, axis=2) for b in (self.keys, self.values)]
+
+    def write_state(self, row: int, length: int, payload: Payload) -> None:
+        """Put them back, each into its column."""
+        if isinstance(self.spec, FullAttention):
+            self.write(row, payload)
+            return
+        columns = self._ring_columns(length)
+        for column, begin, end in runs(list(range(len(columns))), columns):
+            there = slice(column, column + end - begin)
+            self.keys[row : row + 1, :, there] = payload[0][:, :, begin:end]
+            self.values[row : row + 1, :, there] = payload[1][:, :, begin:end]
 
     def promote(self, row: int, to: int, mine: Payload, other: Payload) -> None:
         """Swap the two rows."""
@@ -175,6 +216,11 @@ class AttentionStore:
     def arrays(self) -> list[mx.array]:
         """Both buffers."""
         return [self.keys, self.values]
+
+    def _ring_columns(self, length: int) -> list[int]:
+        """Columns of what the token after ``length`` others sees of them, by position."""
+        assert isinstance(self.spec, Window)
+        return ring_columns(visible_before(length, self.spec), self.spec.keep, self.columns)
 
     def _columns(self, capacity: int) -> int:
         if isinstance(self.spec, Window):
@@ -335,8 +381,7 @@ class RingRow(AttentionView):
             self._store.values[row, :, there] = values[:, :, here]
 
     def _ring_columns(self, positions: list[int]) -> list[int]:
-        keep, columns = self._spec.keep, self._store.columns
-        return [p if p < keep else keep + (p - keep) % (columns - keep) for p in positions]
+        return ring_columns(positions, self._spec.keep, self._store.columns)
 
 
 class RingBatch(AttentionView):
@@ -385,6 +430,11 @@ class StateStore:
         self._num_decoding = 0
         self._prefilling: dict[int, Payload] = {}
 
+    @property
+    def num_arrays(self) -> int:
+        """Arrays of a row's state."""
+        return len(self._spec.shapes)
+
     def resize(self, rows: int, capacity: int, used: int) -> None:
         """Nothing: state does not grow."""
 
@@ -408,6 +458,14 @@ class StateStore:
             return
         for array, value in zip(self._decoding, payload, strict=True):
             array[row : row + 1] = value
+
+    def read_state(self, row: int, length: int) -> Payload:
+        """Copies of the row's state."""
+        return [mx.contiguous(array) for array in self.read(row, length)]
+
+    def write_state(self, row: int, length: int, payload: Payload) -> None:
+        """Replace the row's state."""
+        self.write(row, payload)
 
     def promote(self, row: int, to: int, mine: Payload, other: Payload) -> None:
         """The prefilled state becomes the last decoding row."""
@@ -490,11 +548,6 @@ class CompositeView:
         return self.views[index]
 
 
-def flatten(spec: LayerSpec) -> list[LayerSpec]:
-    """The parts of a composite layer, or the layer itself."""
-    return list(spec.parts) if isinstance(spec, Composite) else [spec]
-
-
 def make_store(spec: LayerSpec, slack: int) -> Store:
     """The store for one kind of layer."""
     match spec:
@@ -515,6 +568,11 @@ def scatter_rows(buffer: mx.array, columns: mx.array, values: mx.array) -> mx.ar
     head = mx.arange(heads)[None, :, None]
     buffer[row, head, columns[:, None, :]] = values
     return buffer
+
+
+def ring_columns(positions: Iterable[int], keep: int, columns: int) -> list[int]:
+    """Where a ring of ``columns`` keeps each of ``positions``; the first ``keep`` stay."""
+    return [p if p < keep else keep + (p - keep) % (columns - keep) for p in positions]
 
 
 def visible_before(start: int, spec: Window) -> range | list[int]:

@@ -13,6 +13,7 @@ from treadle_core.testing.fakes import (
     ScriptedConstraint,
     pack_mask,
 )
+from treadle_core.testing.prefixes import RecordingStore, TokenRow, tokens_of
 from treadle_core.testing.scripted import (
     SMALL_SPEC,
     Fault,
@@ -33,14 +34,17 @@ __all__ = [
     "ListConstraint",
     "ManualClock",
     "RecordingObserver",
+    "RecordingStore",
     "Script",
     "ScriptedConstraint",
     "ScriptedFailure",
     "ScriptedRunner",
+    "TokenRow",
     "WrongPlan",
     "answers",
     "expected_tokens",
     "hashed",
     "pack_mask",
     "pump",
+    "tokens_of",
 ]

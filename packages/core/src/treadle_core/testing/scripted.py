@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from treadle_core.errors import describe
 from treadle_core.events import TokenLogprob
-from treadle_core.layers import FullAttention, ModelSpec, layer_bytes
+from treadle_core.layers import FullAttention, ModelSpec, layer_bytes, state_layout
 from treadle_core.plan import (
     Close,
     Decode,
@@ -23,12 +23,16 @@ from treadle_core.plan import (
     Prefill,
     Promote,
     Resize,
+    Restore,
     RowSetup,
     Sampled,
+    Save,
     StepResult,
     Transfer,
 )
+from treadle_core.ports import PrefixStore
 from treadle_core.testing.fakes import VOCAB_SIZE, ManualClock
+from treadle_core.testing.prefixes import TokenRow, tokens_of
 from treadle_core.testing.rows import SimulatedRows
 
 Script = Callable[[Sequence[int]], int]
@@ -207,15 +211,29 @@ class ScriptedRunner:
         self._budget_bytes = budget_bytes
         self._groups: dict[int, SimulatedRows] = {}
         self._answering: dict[Key, Answering] = {}
+        self._leaving: dict[Key, Answering] = {}
         self._unread: list[ScriptedStep] = []
         self._last: frozenset[Key] = frozenset()
         self._broken = False
         self._closed = False
+        self._store: PrefixStore | None = None
+        self._layout = state_layout(spec)
 
     @property
     def spec(self) -> ModelSpec:
         """What the model is said to be."""
         return self._spec
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for all scripts."""
+        return "scripted"
+
+    def use(self, store: PrefixStore) -> None:
+        """Restore from, and save to, this store."""
+        with strictly():
+            assert self._store is None, "a second store"
+        self._store = store
 
     @property
     def closed(self) -> bool:
@@ -298,14 +316,16 @@ class ScriptedRunner:
     def _drop(self) -> None:
         self._groups.clear()
         self._answering.clear()
+        self._leaving.clear()
         self._unread.clear()
         self._last = frozenset()
         self._broken = False
 
     def _join(self, plan: Plan) -> None:
+        self._leaving.clear()
         for key in plan.leaves:
             assert key in self._answering, f"{key} leaves and was not here"
-            del self._answering[key]
+            self._leaving[key] = self._answering.pop(key)
         for setup in plan.joins:
             assert setup.key not in self._answering, f"{setup.key} joins twice"
             tokens = [*setup.prompt, *setup.output]
@@ -352,6 +372,10 @@ class ScriptedRunner:
             case Transfer(group, row, to_group):
                 contents = self._groups[group].take(row, item.length)
                 self._groups[to_group].insert(item, contents)
+            case Restore():
+                self._restore(item)
+            case Save():
+                self._save(item)
         self._count_bytes()
 
     def _group(self, number: int) -> SimulatedRows:
@@ -371,6 +395,30 @@ class ScriptedRunner:
         expected = self._answering[prefill.key].tokens[prefill.start : stop]
         assert list(prefill.tokens) == expected, f"{prefill.key}: wrong tokens in {prefill}"
         group.write(prefill.row, prefill.start, prefill.tokens)
+
+    def _restore(self, restore: Restore) -> None:
+        assert self._store is not None, f"no store: {restore}"
+        group = self._groups[restore.group]
+        assert restore.row >= group.num_decoding, f"a decoding row is restored: {restore}"
+        stored = self._store.load(restore.ticket)
+        assert stored.num_tokens == restore.num_tokens, f"{stored.num_tokens} tokens: {restore}"
+        arrays = [stored.tokens(index) for index in range(len(self._layout.tokens))]
+        tokens = tokens_of(restore.num_tokens, arrays, stored.state())
+        expected = self._answering[restore.key].tokens[: restore.num_tokens]
+        assert len(self._answering[restore.key].tokens) > restore.num_tokens, "nothing is left"
+        assert tokens == expected, f"{restore} brings {tokens}, not {expected}"
+        group.write(restore.row, 0, tuple(tokens))
+
+    def _save(self, save: Save) -> None:
+        assert self._store is not None, f"no store: {save}"
+        tokens = list(save.prefix.tokens)
+        # One that leaves, or one that joined under the same key.
+        known = [self._leaving.get(save.key), self._answering.get(save.key)]
+        expected = [each.tokens[: len(tokens)] for each in known if each is not None]
+        assert tokens in expected, f"wrong tokens: {save}, not {expected}"
+        found = self._groups[save.group].read(save.row, len(tokens))
+        assert found == tokens, f"{save} from a row that holds {found}"
+        self._store.insert(save.prefix, TokenRow(self._layout, tokens), save.generation)
 
     def _run(self, plan: Plan) -> StepResult:
         for item in plan.work:

@@ -1,0 +1,216 @@
+"""A prefix store in plain Python, and rows to fill it with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from treadle_core.ports import RowReader
+from treadle_core.prefix import HostArray, Prefix, PrefixKey, PrefixStats, StateLayout, host_dtype
+
+
+class TokenRow:
+    """A row whose state says which tokens it is the state of, and nothing else.
+
+    It reads and is read as :class:`treadle_core.ports.RowReader` and
+    :class:`treadle_core.ports.StoredRow`.
+
+    Args:
+        layout: What a row consists of.
+        row: The tokens in it.
+    """
+
+    def __init__(self, layout: StateLayout, row: Sequence[int]) -> None:
+        self._layout = layout
+        self._row = list(row)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the row."""
+        return len(self._row)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state that cannot be cut."""
+        return sum(array.nbytes for array in self.state())
+
+    def tokens(self, start: int, stop: int) -> list[HostArray]:
+        """Every element of a token is its id."""
+        assert 0 <= start <= stop <= len(self._row), f"tokens [{start}, {stop}) of {self._row}"
+        ids = np.array(self._row[start:stop])
+        return [
+            np.ascontiguousarray(
+                np.broadcast_to(ids[None, :, None], (array.heads, stop - start, array.dim))
+            ).astype(host_dtype(array.dtype))
+            for array in self._layout.tokens
+        ]
+
+    def state(self) -> list[HostArray]:
+        """All tokens, where the layout has state."""
+        return [np.array(self._row, dtype=np.int32)] if self._layout.has_state else []
+
+
+def tokens_of(
+    num_tokens: int, arrays: Sequence[HostArray], state: Sequence[HostArray]
+) -> list[int]:
+    """The tokens that a row of :class:`TokenRow` contents holds, all its arrays agreeing."""
+    found = [state[0].tolist()] if state else []
+    for array in arrays:
+        assert array.shape[1] == num_tokens, f"{array.shape[1]} tokens for {num_tokens}"
+        if array.size:
+            ids = array[0, :, 0]
+            assert (array == ids[None, :, None]).all(), "a token's elements differ"
+            found.append([int(token) for token in ids])
+    assert found, "nothing says which tokens these are"
+    assert all(tokens == found[0] for tokens in found), f"arrays disagree: {found}"
+    return found[0]
+
+
+@dataclass
+class _Ticket:
+    tokens: tuple[int, ...]
+    arrays: list[HostArray]
+    state: list[HostArray]
+    polls: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+
+class _Loaded:
+    """A ticket as a :class:`treadle_core.ports.StoredRow`."""
+
+    def __init__(self, ticket: _Ticket) -> None:
+        self._ticket = ticket
+        self.num_tokens = ticket.num_tokens
+
+    def tokens(self, index: int) -> HostArray:
+        """Tokens of one array."""
+        return self._ticket.arrays[index][:, : self.num_tokens]
+
+    def state(self) -> list[HostArray]:
+        """The state stored with them."""
+        return self._ticket.state
+
+
+class RecordingStore:
+    """A :class:`treadle_core.ports.PrefixStore` without bounds, which remembers what was asked.
+
+    Args:
+        delay: How often a prefix is polled in vain before it is ready.
+        lost: Whether a prefix that is waited for turns out to be gone.
+
+    Attributes:
+        inserted: Tokens of each insertion.
+        found: Length of each match.
+        open_tickets: Tickets that were not released yet.
+        closed: Whether :meth:`close` was called.
+    """
+
+    def __init__(self, *, delay: int = 0, lost: bool = False) -> None:
+        self.inserted: list[tuple[int, ...]] = []
+        self.found: list[int] = []
+        self.open_tickets: dict[int, _Ticket] = {}
+        self.closed = False
+        self._delay = delay
+        self._lost = lost
+        self._generation = 0
+        self._entries: dict[tuple[str, tuple[int, ...]], _Ticket] = {}
+        self._next = 0
+        self._layout: StateLayout | None = None
+
+    @property
+    def generation(self) -> int:
+        """Counts clears."""
+        return self._generation
+
+    @property
+    def layout(self) -> StateLayout:
+        """What it was attached with."""
+        assert self._layout is not None, "used before it was attached"
+        return self._layout
+
+    def attach(self, fingerprint: str, layout: StateLayout) -> None:
+        """Serve one model."""
+        assert fingerprint, "a model without a fingerprint"
+        assert self._layout is None, "attached twice"
+        self._layout = layout
+
+    def find(self, key: PrefixKey, limit: int) -> Prefix:
+        """The longest prefix, at any token where the layout allows."""
+        assert limit <= len(key.tokens), f"limit {limit} of {len(key.tokens)} tokens"
+        best: _Ticket | None = None
+        length = 0
+        for (salt, tokens), entry in self._entries.items():
+            common = _common(tokens, key.tokens[:limit]) if salt == key.salt else 0
+            if self.layout.has_state and common < len(tokens):
+                continue
+            if common > length:
+                best, length = entry, common
+        self.found.append(length)
+        if best is None:
+            return Prefix(miss="no_block")
+        self._next += 1
+        self.open_tickets[self._next] = _Ticket(
+            key.tokens[:length], best.arrays, best.state, self._delay
+        )
+        return Prefix(num_tokens=length, ticket=self._next, ready=self._delay == 0)
+
+    def poll(self, ticket: int) -> Prefix | None:
+        """Whether it is there now."""
+        held = self.open_tickets[ticket]
+        held.polls -= 1
+        if held.polls > 0:
+            return None
+        if self._lost:
+            del self.open_tickets[ticket]
+            return Prefix(miss="damaged")
+        return Prefix(num_tokens=held.num_tokens, ticket=ticket)
+
+    def wait(self, seconds: float) -> None:
+        """Nothing moves by itself here."""
+
+    def prefetch(self, key: PrefixKey, limit: int) -> None:
+        """Nothing to fetch."""
+
+    def load(self, ticket: int) -> _Loaded:
+        """What a ticket holds."""
+        held = self.open_tickets[ticket]
+        assert held.polls <= 0, "loaded before it was ready"
+        return _Loaded(held)
+
+    def release(self, ticket: int) -> None:
+        """Let go; exactly once."""
+        del self.open_tickets[ticket]
+
+    def insert(self, key: PrefixKey, row: RowReader, generation: int) -> None:
+        """Keep everything."""
+        assert row.num_tokens == len(key.tokens), f"{row.num_tokens} tokens for {key}"
+        if generation != self._generation:
+            return
+        self.inserted.append(key.tokens)
+        arrays = row.tokens(0, row.num_tokens)
+        self._entries[key.salt, key.tokens] = _Ticket(key.tokens, arrays, row.state())
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._generation += 1
+        self._entries.clear()
+
+    def stats(self) -> PrefixStats:
+        """How many entries there are."""
+        return PrefixStats(num_entries=len(self._entries))
+
+    def close(self) -> None:
+        """Remember that it was closed."""
+        self.closed = True
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    length = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        length += 1
+    return length
