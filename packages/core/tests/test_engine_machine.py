@@ -14,7 +14,9 @@ from msgspec.structs import replace
 from treadle_core.engine import Engine, EngineConfig
 from treadle_core.errors import DuplicateRequest, InvalidRequest, OutOfMemory, QueueFull
 from treadle_core.events import Event, Failed, Finished, Progress, TokenOut
+from treadle_core.layers import FullAttention, ModelSpec, Recurrent
 from treadle_core.plan import Key
+from treadle_core.prefix import PrefixKey
 from treadle_core.request import Request, SamplingParams
 from treadle_core.testing import (
     SMALL_SPEC,
@@ -22,6 +24,7 @@ from treadle_core.testing import (
     EventChecker,
     Fault,
     ManualClock,
+    RecordingStore,
     ScriptedConstraint,
     ScriptedRunner,
     WrongPlan,
@@ -159,6 +162,7 @@ configs = st.builds(
     chunked_prefill_tokens=st.sampled_from([0, 4, 32]),
     max_decode_stall_ms=st.sampled_from([5.0, None]),
     policy=st.sampled_from(["fcfs", "priority"]),
+    checkpoint_interval=st.sampled_from([16, 64]),
     # 512 bytes are 64 tokens.
     kv_memory_bytes=st.sampled_from([None, 512 * 4, 512 * 6, 512 * 7, 512 * 9, 512 * 12]),
 )
@@ -177,14 +181,41 @@ fault_lists = st.one_of(
 )
 
 
+stores = st.one_of(
+    st.none(),
+    st.builds(RecordingStore),
+    st.builds(RecordingStore, delay=st.integers(1, 5), lost=st.booleans()),
+)
+HYBRID_SPEC = replace(
+    SMALL_SPEC,
+    layers=(
+        FullAttention(heads=1, key_dim=1, value_dim=1, dtype="float32"),
+        Recurrent(shapes=((1,),), dtypes=("float32",)),
+    ),
+)
+
+
 class EngineMachine(RuleBasedStateMachine):
-    @initialize(config=configs, batched=st.booleans(), faults=fault_lists)
-    def start(self, config: EngineConfig, batched: bool, faults: list[Fault]) -> None:
+    @initialize(
+        config=configs,
+        spec=st.sampled_from([SMALL_SPEC, replace(SMALL_SPEC, batched=False), HYBRID_SPEC]),
+        faults=fault_lists,
+        store=stores,
+    )
+    def start(
+        self,
+        config: EngineConfig,
+        spec: ModelSpec,
+        faults: list[Fault],
+        store: RecordingStore | None,
+    ) -> None:
         self.config = config
+        self.store = store
+        self.cuttable = spec is SMALL_SPEC
         self.clock = ManualClock(100.0)
         self.runner = ScriptedRunner(
             letters,
-            spec=replace(SMALL_SPEC, batched=batched),
+            spec=spec,
             faults=faults,
             row_fails=row_fails,
             clock=self.clock,
@@ -193,7 +224,11 @@ class EngineMachine(RuleBasedStateMachine):
             budget_bytes=config.kv_memory_bytes,
         )
         self.engine = Engine(
-            self.runner, tokenizer=ByteTokenizer(), config=config, clock=self.clock
+            self.runner,
+            tokenizer=ByteTokenizer(),
+            config=config,
+            clock=self.clock,
+            store=store,
         )
         self.checker = EventChecker()
         self.cases: dict[str, Case] = {}
@@ -207,6 +242,7 @@ class EngineMachine(RuleBasedStateMachine):
         params=parameters,
         n=st.sampled_from([1, 1, 1, 2, 3]),
         priority=st.integers(-2, 2),
+        salt=st.sampled_from([None, None, None, "tenant"]),
         deadline=st.sampled_from([None] * 12 + [0.05, 2.0]),
         host=host_codes,
     )
@@ -217,6 +253,7 @@ class EngineMachine(RuleBasedStateMachine):
         params: SamplingParams,
         n: int,
         priority: int,
+        salt: str | None,
         deadline: float | None,
         host: HostCode | None,
     ) -> None:
@@ -228,6 +265,8 @@ class EngineMachine(RuleBasedStateMachine):
             params=params,
             n=n,
             priority=priority,
+            cache_salt=salt,
+            boundaries=tuple(cut for cut in (7, 60) if cut < len(prompt)),
             deadline=deadline,
             logits_processors=host.processors(prompt) if host else (),
             constraint=host.constraint() if host else None,
@@ -301,6 +340,9 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.runner.num_live == 0
         assert self.engine.stats().num_waiting == self.engine.stats().num_running == 0
         assert self.engine.close() == []
+        if self.store is not None:
+            assert self.store.closed
+            assert not self.store.open_tickets
 
     def accept(self, request: Request, host: HostCode | None) -> None:
         self.engine.add(request)
@@ -343,6 +385,7 @@ class EngineMachine(RuleBasedStateMachine):
         key, case = (finished.request_id, finished.index), self.cases[finished.request_id]
         expected = case.expected()
         assert finished.usage.prompt_tokens == len(case.prompt)
+        self.check_reuse(finished, case)
         event(f"finished with {finished.reason}, preempted: {finished.usage.preemptions > 0}")
         if finished.reason == "abort":
             assert finished.request_id in self.aborted
@@ -352,6 +395,21 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.checker.text[key] == expected.text
         assert finished.reason == expected.reason
         assert ROW_MARK not in case.prompt
+
+    def check_reuse(self, finished: Finished, case: Case) -> None:
+        """What was computed can be found before its last event; what was found was there."""
+        event(f"reused: {finished.usage.cached_tokens > 0}")
+        assert finished.usage.cached_tokens < len(case.prompt)
+        if self.store is None:
+            assert finished.usage.cached_tokens == 0
+            return
+        tokens = (*case.prompt, *self.checker.tokens[finished.request_id, finished.index])
+        if self.cuttable and self.runner.num_resets == 0 and finished.reason != "abort":
+            salt = case.request.cache_salt or ""
+            found = self.store.find(PrefixKey(tokens=tokens, salt=salt), len(tokens))
+            assert found.num_tokens >= len(tokens) - 1
+            assert found.ticket is not None
+            self.store.release(found.ticket)
 
     def check_failed(self, failed: Failed) -> None:
         key, case = (failed.request_id, failed.index), self.cases[failed.request_id]

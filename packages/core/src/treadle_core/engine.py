@@ -19,7 +19,7 @@ from treadle_core.errors import (
     Unsupported,
     describe,
 )
-from treadle_core.events import Event, Failed, FinishReason
+from treadle_core.events import Event, Failed, FinishReason, Terminal
 from treadle_core.kv_layout import KvLayout
 from treadle_core.layers import state_layout
 from treadle_core.pacing import AdaptiveChunk, FixedChunk
@@ -201,7 +201,7 @@ class Engine:
         self._flight: deque[tuple[Plan, PendingStep]] = deque()
         self._planned: Plan | None = None
         self._events: list[Event] = []
-        self._held: list[tuple[int, Event]] = []
+        self._held: list[tuple[int, Terminal]] = []
         self._order = 0
         self._totals = [0, 0, 0, 0, 0]
         self._num_steps = 0
@@ -252,6 +252,8 @@ class Engine:
         self._check(request, prompt)
         answers = [self._answer(request, prompt, index) for index in range(request.n)]
         self._scheduler.add([answer.sequence for answer in answers])
+        # A predecessor's last events come before anything of a new request of the same id.
+        self._tell(self._scheduler.number + 1, request.id)
         for answer in answers:
             self._answers[answer.sequence.key] = answer
         if self._store is not None:
@@ -442,10 +444,19 @@ class Engine:
             assert self._store is not None
             self._store.release(ticket)
 
-    def _tell(self, number: int) -> None:
-        """Whatever was to be stored by plans up to this one can be found: tell who ended."""
-        self._events += [event for due, event in self._held if due <= number]
-        self._held = [(due, event) for due, event in self._held if due > number]
+    def _tell(self, number: int, request_id: str | None = None) -> None:
+        """Whatever was to be stored by plans up to this one can be found: tell who ended.
+
+        Args:
+            number: The plan's number.
+            request_id: Tell of this request alone.
+        """
+        held, self._held = self._held, []
+        for due, event in held:
+            if due <= number and request_id in (None, event.request_id):
+                self._events.append(event)
+            else:
+                self._held.append((due, event))
 
     def _read_all(self) -> None:
         while self._flight:
@@ -497,7 +508,7 @@ class Engine:
         now = self._clock.now()
         stored = self._scheduler.finish(answer.sequence)
         try:
-            event: Event = answer.finish(reason, now)
+            event: Terminal = answer.finish(reason, now)
         except Exception as error:  # noqa: BLE001 — a tokenizer may raise anything
             event = answer.fail(StepFailed(answer.sequence.request.id, describe(error)), now)
         self._end(answer, event, stored=stored)
@@ -545,8 +556,14 @@ class Engine:
             )
             self._end(answer, answer.fail(OutOfMemory(sequence.request.id, reason), now))
 
-    def _end(self, answer: Answer, event: Event, *, stored: bool = False) -> None:
-        """Tell the last event of an answer; after the next plan, if that ``stored`` its state."""
+    def _end(self, answer: Answer, event: Terminal, *, stored: bool = False) -> None:
+        """Tell the last event of an answer, once its state can be found.
+
+        Args:
+            answer: Which.
+            event: Its last.
+            stored: Whether the next plan stores its state.
+        """
         key = answer.sequence.key
         del self._answers[key]
         self._unfinished[key[0]] -= 1
@@ -559,6 +576,8 @@ class Engine:
         self._totals[4] += usage.completion_tokens
         if stored:
             self._held.append((self._scheduler.number + 1, event))
+        elif self._planned is not None and key in self._planned.saved:
+            self._held.append((self._planned.number, event))
         else:
             self._events.append(event)
 

@@ -186,6 +186,7 @@ class AsyncEngine:
     def _accept(self, engine: Engine, subscription: Subscription) -> None:
         """On the owner thread: only then connect, behind the events of a predecessor's id."""
         engine.add(subscription.request)
+        self._tell(engine.flush())
         self._accepted[subscription.request.id] = subscription
         self._emit(lambda: self._connect(subscription))
 

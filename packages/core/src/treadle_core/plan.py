@@ -174,6 +174,11 @@ class Plan(Struct, frozen=True, kw_only=True):
         return tuple(item.ticket for item in self.work if isinstance(item, Restore))
 
     @property
+    def saved(self) -> frozenset[Key]:
+        """Answers whose rows it stores."""
+        return frozenset(item.key for item in self.work if isinstance(item, Save))
+
+    @property
     def has_work(self) -> bool:
         """Whether the plan runs the model."""
         return bool(self.decodes) or any(isinstance(item, Prefill) for item in self.work)
