@@ -1,10 +1,12 @@
-"""A prefix store for Treadle engines: so far its index, which stores nothing itself."""
+"""A prefix store for Treadle engines: the state of prompts, in host memory."""
 
+from treadle_cache.config import CacheConfig, free_memory
 from treadle_cache.digests import Chain, Namespace, block_digests, tail_digest
 from treadle_cache.index import (
     Evicted,
     EvictedBlock,
     EvictedCheckpoint,
+    Indexed,
     IndexStats,
     Insertion,
     Match,
@@ -12,14 +14,17 @@ from treadle_cache.index import (
     PrefixIndex,
     Refusal,
 )
+from treadle_cache.ram import RamStore
 from treadle_core.prefix import MediaSpan, MissReason
 
 __all__ = [
+    "CacheConfig",
     "Chain",
     "Evicted",
     "EvictedBlock",
     "EvictedCheckpoint",
     "IndexStats",
+    "Indexed",
     "Insertion",
     "Match",
     "MediaSpan",
@@ -27,7 +32,9 @@ __all__ = [
     "Namespace",
     "NewBlock",
     "PrefixIndex",
+    "RamStore",
     "Refusal",
     "block_digests",
+    "free_memory",
     "tail_digest",
 ]

@@ -100,6 +100,28 @@ class EvictedCheckpoint(Struct, frozen=True, tag="checkpoint"):
 Evicted = EvictedBlock | EvictedCheckpoint
 
 
+class Indexed(Struct, frozen=True, kw_only=True):
+    """An entry that can be found, as it is written down for another index.
+
+    Attributes:
+        digest: Its digest.
+        parent: Digest of the last full block before it, or the root.
+        num_tokens: Tokens from the start of the chain to its end.
+        number: Slot of a block, number of a checkpoint.
+        checkpoint_bytes: Bytes of a checkpoint; None for a block.
+        extends: Digest of the checkpoint that a checkpoint extends.
+        reused: Whether a checkpoint is a prefix that others share.
+    """
+
+    digest: bytes
+    parent: bytes
+    num_tokens: int
+    number: int
+    checkpoint_bytes: int | None = None
+    extends: bytes | None = None
+    reused: bool = False
+
+
 class Insertion(Struct, frozen=True, kw_only=True):
     """What an insertion did. What was evicted must be read before the new slots are written.
 
@@ -233,20 +255,32 @@ class PrefixIndex:
         capacity: Most bytes; 0 stores nothing.
         needs_checkpoints: Whether the model has layers whose state cannot be cut at any block, so
             that a match must end at a checkpoint.
+        head_blocks: How many blocks at the start of each chain have a size of their own.
+        head_block_bytes: Their size.
 
     Raises:
         ValueError: A number is out of range.
     """
 
     def __init__(
-        self, *, block_size: int, block_bytes: int, capacity: int, needs_checkpoints: bool
+        self,
+        *,
+        block_size: int,
+        block_bytes: int,
+        capacity: int,
+        needs_checkpoints: bool,
+        head_blocks: int = 0,
+        head_block_bytes: int = 0,
     ) -> None:
-        if block_size < 1 or block_bytes < 0 or capacity < 0:
+        if block_size < 1 or min(block_bytes, capacity, head_blocks, head_block_bytes) < 0:
             raise ValueError(
-                f"blocks of {block_size} tokens and {block_bytes} bytes within {capacity} bytes"
+                f"blocks of {block_size} tokens and {block_bytes} bytes within {capacity} bytes, "
+                f"{head_blocks} of {head_block_bytes} bytes before them"
             )
         self._block_size = block_size
         self._block_cost = block_bytes + BLOCK_METADATA_BYTES
+        self._head_blocks = head_blocks
+        self._head_cost = head_block_bytes + BLOCK_METADATA_BYTES
         self._capacity = capacity
         self._needs_checkpoints = needs_checkpoints
         self._blocks: dict[bytes, _Block] = {}
@@ -350,6 +384,52 @@ class PrefixIndex:
             checkpoint.reused = True
         self._touch(path, checkpoint)
         return self._hit(path, checkpoint)
+
+    def reach(self, chain: Chain, num_blocks: int) -> Match:
+        """The first blocks of ``chain`` that are there, at most ``num_blocks``.
+
+        Whether a checkpoint ends them does not matter, nothing is refreshed and nothing counted.
+        """
+        self._check(chain)
+        path = self._walk(chain, num_blocks)
+        return Match(
+            num_tokens=len(path) * self._block_size,
+            slots=tuple([block.slot for block in path]),
+            tip=(path[-1].digest, path[-1].serial) if path else None,
+        )
+
+    def entries(self) -> list[Indexed]:
+        """All that can be found, the most recently used first, and parents before children."""
+        ordered = sorted(
+            (*self._blocks.values(), *self._checkpoints.values()),
+            key=lambda entry: (-entry.used, entry.num_tokens),
+        )
+        return [_describe(entry) for entry in ordered]
+
+    def adopt(self, entry: Indexed, *, age: int) -> int | None:
+        """Add an entry that another index has described, as far as there is room for it.
+
+        Nothing is evicted for it. Its tokens are not known here, so a block comes after its parent
+        and a checkpoint after the block it hangs on and the checkpoint it extends.
+
+        Args:
+            entry: What :meth:`entries` gave there; its number means nothing here.
+            age: At least 1; the higher, the sooner it goes. All that was used here is younger.
+
+        Returns:
+            The slot of a block, the number of a checkpoint; None if it was there or has no room or
+            nothing to hang on.
+        """
+        parent = self._blocks.get(entry.parent)
+        is_block = entry.checkpoint_bytes is None
+        start = entry.num_tokens - self._block_size if is_block else entry.num_tokens
+        expected = start // self._block_size * self._block_size
+        if entry.digest in self or (parent.num_tokens if parent else 0) != expected:
+            return None
+        used = min(-age, parent.used if parent else -age)
+        if is_block:
+            return self._adopt_block(entry, parent, used)
+        return self._adopt_checkpoint(entry, parent, used)
 
     def pin(self, match: Match) -> int | None:
         """Keep all of ``match`` until :meth:`release`.
@@ -503,8 +583,8 @@ class PrefixIndex:
         blocks = {*self._blocks.values(), *pinned_blocks}
         checkpoints = {*self._checkpoints.values(), *pinned_checkpoints}
         self._check_slots(blocks)
-        used = len(blocks) * self._block_cost + sum(map(_cost, checkpoints))
-        pinned = len(pinned_blocks) * self._block_cost + sum(map(_cost, pinned_checkpoints))
+        used = sum(map(self._cost_of, blocks)) + sum(map(_cost, checkpoints))
+        pinned = sum(map(self._cost_of, pinned_blocks)) + sum(map(_cost, pinned_checkpoints))
         assert self._used_bytes == used, "used bytes are miscounted"
         assert self._pinned_bytes == pinned, "pinned bytes are miscounted"
         assert self._num_pinned == len(pinned_blocks), "pinned blocks are miscounted"
@@ -581,9 +661,9 @@ class PrefixIndex:
     def _insert_blocks(self, chain: Chain, path: list[_Block], num_blocks: int) -> Insertion:
         wanted = num_blocks - len(path)
         self._touch(path, None)
-        evicted = self._make_room(path, wanted * self._block_cost)
+        evicted = self._make_room(path, self._path_cost(len(path), wanted))
         if evicted is None:
-            wanted = (self._capacity - self._used_bytes) // self._block_cost
+            wanted = self._how_many_fit(len(path), wanted)
         new = self._append(chain, path, wanted)
         if evicted is None:
             return self._refuse("no_room", new)
@@ -600,12 +680,12 @@ class PrefixIndex:
         )
         # Linked before room is made: what this one extends goes before the end of another chain.
         self._set_earlier(checkpoint, next(self._ends(chain, path, num_tokens), None))
-        evicted = self._make_room(path, wanted * self._block_cost + _cost(checkpoint))
+        evicted = self._make_room(path, self._path_cost(len(path), wanted) + _cost(checkpoint))
         if evicted is None:
             self._set_earlier(checkpoint, None)
             if self._needs_checkpoints:
                 return self._refuse("no_room")
-            wanted = min(wanted, (self._capacity - self._used_bytes) // self._block_cost)
+            wanted = self._how_many_fit(len(path), wanted)
             return self._refuse("no_room", self._append(chain, path, wanted))
         new = self._append(chain, path, wanted)
         self._attach(checkpoint, path[-1] if path else None)
@@ -646,7 +726,7 @@ class PrefixIndex:
             serial = self._next_serial()
             block = _Block(digest, above, parent, end, self._take_slot(), serial, self._tick)
             self._blocks[digest] = block
-            self._used_bytes += self._block_cost
+            self._used_bytes += self._cost_of(block)
             path.append(block)
             new.append(NewBlock(digest, block.slot, end))
             parent, above = block, digest
@@ -685,13 +765,61 @@ class PrefixIndex:
             earlier.later.add(later)
             self._enqueue(earlier)
 
+    def _adopt_block(self, entry: Indexed, parent: _Block | None, used: int) -> int | None:
+        serial, end = self._next_serial(), entry.num_tokens
+        block = _Block(entry.digest, entry.parent, parent, end, -1, serial, used)
+        if end % self._block_size or self._used_bytes + self._cost_of(block) > self._capacity:
+            return None
+        block.slot = self._take_slot()
+        if parent is not None:
+            parent.children += 1
+        self._blocks[entry.digest] = block
+        self._used_bytes += self._cost_of(block)
+        self._cleared = False
+        self._counters.inserted_blocks += 1
+        self._enqueue(block)
+        return block.slot
+
+    def _adopt_checkpoint(self, entry: Indexed, parent: _Block | None, used: int) -> int | None:
+        size = entry.checkpoint_bytes or 0
+        checkpoint = _Checkpoint(entry.digest, entry.parent, entry.num_tokens, size, used)
+        if self._used_bytes + _cost(checkpoint) > self._capacity:
+            return None
+        checkpoint.reused = entry.reused
+        self._attach(checkpoint, parent)
+        earlier = self._checkpoints.get(entry.extends) if entry.extends else None
+        if earlier is not None and earlier.num_tokens < entry.num_tokens:
+            self._set_earlier(checkpoint, earlier)
+        return checkpoint.serial
+
+    # Sizes
+
+    def _cost_of(self, block: _Block) -> int:
+        head = block.num_tokens <= self._head_blocks * self._block_size
+        return self._head_cost if head else self._block_cost
+
+    def _path_cost(self, start: int, num_blocks: int) -> int:
+        """Bytes of the blocks ``[start, start + num_blocks)`` of a chain."""
+        num_head = min(max(self._head_blocks - start, 0), num_blocks)
+        return num_head * self._head_cost + (num_blocks - num_head) * self._block_cost
+
+    def _how_many_fit(self, start: int, num_blocks: int) -> int:
+        """How many blocks of a chain, from ``start`` on, fit without evicting anything."""
+        room = self._capacity - self._used_bytes
+        num_head = min(max(self._head_blocks - start, 0), num_blocks)
+        fitting = min(num_head, room // self._head_cost)
+        if fitting < num_head:
+            return fitting
+        room -= num_head * self._head_cost
+        return num_head + min(num_blocks - num_head, room // self._block_cost)
+
     # Pins
 
     def _hold(self, block: _Block | None, checkpoint: _Checkpoint | None) -> None:
         while block is not None:
             if not block.pins:
                 self._num_pinned += 1
-                self._pinned_bytes += self._block_cost
+                self._pinned_bytes += self._cost_of(block)
             block.pins += 1
             block = block.parent
         if checkpoint is not None:
@@ -715,7 +843,7 @@ class PrefixIndex:
             block.pins -= 1
             if not block.pins:
                 self._num_pinned -= 1
-                self._pinned_bytes -= self._block_cost
+                self._pinned_bytes -= self._cost_of(block)
                 if block.findable:
                     self._enqueue(block)
                 else:
@@ -806,7 +934,7 @@ class PrefixIndex:
 
     def _free(self, block: _Block) -> None:
         heappush(self._free_slots, block.slot)
-        self._used_bytes -= self._block_cost
+        self._used_bytes -= self._cost_of(block)
         block.parent = None
 
     def _next_serial(self) -> int:
@@ -890,6 +1018,25 @@ class PrefixIndex:
 def heap_is_ordered(ranks: Sequence[_Rank]) -> bool:
     """Whether no item of a heap comes before its parent."""
     return all(ranks[(i - 1) // 2] <= ranks[i] for i in range(1, len(ranks)))
+
+
+def _describe(entry: _Entry) -> Indexed:
+    if isinstance(entry, _Block):
+        return Indexed(
+            digest=entry.digest,
+            parent=entry.above,
+            num_tokens=entry.num_tokens,
+            number=entry.slot,
+        )
+    return Indexed(
+        digest=entry.digest,
+        parent=entry.above,
+        num_tokens=entry.num_tokens,
+        number=entry.serial,
+        checkpoint_bytes=entry.num_bytes,
+        extends=entry.earlier.digest if entry.earlier else None,
+        reused=entry.reused,
+    )
 
 
 def _cost(checkpoint: _Checkpoint) -> int:

@@ -1,0 +1,431 @@
+"""Prefixes in host memory, within a budget of bytes.
+
+The index decides what is there and what goes; this store keeps the bytes. They are host arrays, not
+MLX ones: so they never alias a live array, come back bit by bit, can be written to disk from
+another thread, and their memory goes back block by block.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from treadle_cache.codec import Quantizer
+from treadle_cache.config import CacheConfig, capacity, free_memory
+from treadle_cache.digests import Chain, Namespace
+from treadle_cache.entries import Entry, EntryName
+from treadle_cache.index import (
+    BLOCK_METADATA_BYTES,
+    CHECKPOINT_METADATA_BYTES,
+    Evicted,
+    EvictedBlock,
+    Insertion,
+    NewBlock,
+    PrefixIndex,
+)
+from treadle_cache.storage import Block, Checkpoint, HeldRow, Storage
+from treadle_core.ports import RowReader, StoredRow
+from treadle_core.prefix import Prefix, PrefixKey, PrefixStats, StateLayout
+
+READ_BYTES = 64 << 20
+"""Most bytes that are copied from a row at a time while it is stored, but at least a block."""
+
+FAILURES = (MemoryError, RuntimeError, ValueError)
+"""What reading a row may raise: no memory, an error of mlx, arrays of another layout."""
+
+
+class Source(Protocol):
+    """Where the contents of new entries come from."""
+
+    def blocks(self, new: Sequence[NewBlock]) -> Iterable[Block]:
+        """The contents of consecutive new blocks, in order."""
+        ...
+
+    def checkpoint(self) -> Checkpoint:
+        """The contents of the new checkpoint."""
+        ...
+
+
+@dataclass(slots=True)
+class _Counters:
+    loaded_tokens: int = 0
+    failed_inserts: int = 0
+    resizes: int = 0
+
+
+class RamStore:
+    """A prefix store in host memory; see :class:`treadle_core.ports.PrefixStore`.
+
+    Args:
+        config: Its options.
+        free_memory: Bytes that are free now. Asked only where the config gives no capacity.
+    """
+
+    def __init__(
+        self, config: CacheConfig | None = None, free_memory: Callable[[], int] = free_memory
+    ) -> None:
+        self._config = config or CacheConfig()
+        self._free_memory = free_memory
+        self._capacity: int | None = None
+        self._fingerprint = ""
+        self._format = ""
+        self._attached = False
+        self._storage = Storage(
+            StateLayout(tokens=(), has_state=False, format=""), self._config.block_size
+        )
+        self._index = self._make_index(0)
+        self._blocks: dict[int, Block] = {}
+        self._checkpoints: dict[int, Checkpoint] = {}
+        self._held: dict[int, HeldRow] = {}
+        self._counters = _Counters()
+
+    @property
+    def generation(self) -> int:
+        """Counts clears."""
+        return self._index.generation
+
+    @property
+    def storage(self) -> Storage:
+        """How the states of the model are kept."""
+        return self._storage
+
+    def attach(self, fingerprint: str, layout: StateLayout) -> None:
+        """Serve one model from now on; called once, before anything else.
+
+        Raises:
+            Unsupported: The model's KV cannot be quantised as configured.
+        """
+        assert not self._attached, "a store serves one model"
+        self._storage, form = _storage_for(self._config, layout)
+        self._attached = True
+        self._fingerprint = fingerprint
+        self._format = f"{layout.format}|{form}"
+        self._index = self._make_index(self._wanted_capacity())
+
+    def chain(self, key: PrefixKey) -> Chain:
+        """The digests of ``key``."""
+        namespace = Namespace(fingerprint=self._fingerprint, kv_format=self._format, salt=key.salt)
+        return Chain(namespace.root, key.tokens, self._config.block_size, key.media)
+
+    def find(self, key: PrefixKey, limit: int) -> Prefix:
+        """The longest stored prefix of ``key``, held until its ticket is released."""
+        return self.hold(self.chain(key), limit)
+
+    def hold(self, chain: Chain, limit: int) -> Prefix:
+        """As :meth:`find`, for digests."""
+        match = self._index.lookup(chain, limit=limit)
+        if not match.num_tokens:
+            return Prefix(miss=match.miss)
+        ticket = self._index.pin(match)
+        assert ticket is not None, "a match was gone before it was pinned"
+        checkpoint = None
+        if match.checkpoint is not None:
+            checkpoint = self._checkpoints[match.checkpoint]
+        blocks = [self._blocks[slot] for slot in match.slots]
+        self._held[ticket] = HeldRow(self._storage, match.num_tokens, blocks, checkpoint)
+        return Prefix(num_tokens=match.num_tokens, ticket=ticket)
+
+    def poll(self, ticket: int) -> Prefix:
+        """What :meth:`find` returned: it was ready.
+
+        Raises:
+            ValueError: The ticket is not open.
+        """
+        return Prefix(num_tokens=self._row(ticket).num_tokens, ticket=ticket)
+
+    def wait(self, seconds: float) -> None:
+        """Return at once: there is nothing to wait for."""
+
+    def prefetch(self, key: PrefixKey, limit: int) -> None:
+        """Do nothing: there is no slower tier."""
+
+    def load(self, ticket: int) -> StoredRow:
+        """What a ticket holds.
+
+        Raises:
+            ValueError: The ticket is not open.
+        """
+        row = self._row(ticket)
+        self._counters.loaded_tokens += row.num_tokens
+        return row
+
+    def release(self, ticket: int) -> None:
+        """Let go of what :meth:`find` found, once.
+
+        Raises:
+            ValueError: The ticket is not open.
+        """
+        self._row(ticket)
+        del self._held[ticket]
+        self._index.release(ticket)
+        self._shrink()
+
+    def insert(self, key: PrefixKey, row: RowReader, generation: int) -> None:
+        """Keep the state of ``key``, as far as there is room; what is there is not copied."""
+        self.add(self.chain(key), row, generation)
+
+    def add(self, chain: Chain, row: RowReader, generation: int) -> Insertion:
+        """As :meth:`insert`, for digests.
+
+        Returns:
+            What was stored. Its slots and numbers are good until the store is used again.
+        """
+        assert row.num_tokens == chain.num_tokens, "a state covers exactly the tokens of its key"
+        state_bytes = row.state_bytes if self._storage.layout.has_state else None
+        return self.put(
+            chain, row.num_tokens, _RowSource(self._storage, row), state_bytes, generation
+        )
+
+    def put(
+        self,
+        chain: Chain,
+        num_tokens: int,
+        source: Source,
+        state_bytes: int | None,
+        generation: int,
+    ) -> Insertion:
+        """Store the first ``num_tokens`` tokens of ``chain`` from ``source``.
+
+        Args:
+            chain: Digests of the tokens.
+            num_tokens: How many of them the state covers.
+            source: Where the contents come from; asked only for what is new.
+            state_bytes: Bytes of a checkpoint's state; None stores no checkpoint.
+            generation: The store's generation when computing the state began.
+
+        Returns:
+            What was stored; nothing when the source failed.
+        """
+        self._shrink()
+        size = None
+        if state_bytes is not None:
+            size = self._storage.checkpoint_bytes(num_tokens, state_bytes)
+        insertion = self._index.insert(
+            chain, num_tokens, generation=generation, checkpoint_bytes=size
+        )
+        self._drop(insertion.evicted)
+        try:
+            self._write(insertion, source, size)
+        except FAILURES as error:
+            self._withdraw(insertion)
+            self._counters.failed_inserts += 1
+            if isinstance(error, MemoryError):
+                # Somebody needs memory more than a cache does.
+                self._drop(self._index.evict(self._index.used_bytes // 2))
+            return Insertion(evicted=insertion.evicted, refused="no_room")
+        return insertion
+
+    def entries(self, chain: Chain, insertion: Insertion) -> Iterator[Entry]:
+        """What ``insertion`` has just stored of ``chain``, without a copy."""
+        for new in insertion.new:
+            number = new.num_tokens // self._config.block_size - 1
+            name = EntryName(
+                kind="block",
+                root=chain.root,
+                digest=new.digest,
+                parent=chain.position(number),
+                num_tokens=new.num_tokens,
+            )
+            yield Entry(name=name, arrays=self._storage.form(number).views(self._blocks[new.slot]))
+        if insertion.checkpoint is not None and insertion.end is not None:
+            name = EntryName(
+                kind="checkpoint",
+                root=chain.root,
+                digest=insertion.end,
+                parent=chain.position(chain.num_tokens // self._config.block_size),
+                num_tokens=chain.num_tokens,
+            )
+            yield Entry(name=name, arrays=self._checkpoints[insertion.checkpoint].arrays)
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Change the capacity for good, whatever the config says, and evict down to it.
+
+        What is held by tickets stays until they are released.
+
+        Raises:
+            ValueError: ``capacity_bytes`` is negative.
+        """
+        if capacity_bytes < 0:
+            raise ValueError(f"a capacity of {capacity_bytes} bytes")
+        self._capacity = capacity_bytes
+        self._shrink()
+
+    def clear(self) -> None:
+        """Forget everything; what tickets hold can be loaded until they are released."""
+        self._index.clear()
+        self._blocks.clear()
+        self._checkpoints.clear()
+
+    def stats(self) -> PrefixStats:
+        """Counters, as of now. May be called from any thread."""
+        stats = self._index.stats
+        refused = {f"refused_{reason}": count for reason, count in stats.refused.items()}
+        return PrefixStats(
+            hits=stats.hits,
+            misses=stats.misses,
+            matched_tokens=stats.matched_tokens,
+            num_entries=stats.num_blocks + stats.num_checkpoints,
+            used_bytes=stats.used_bytes,
+            capacity_bytes=stats.capacity,
+            evicted=stats.evicted_blocks + stats.evicted_checkpoints,
+            details={
+                "num_blocks": stats.num_blocks,
+                "num_checkpoints": stats.num_checkpoints,
+                "loaded_tokens": self._counters.loaded_tokens,
+                "failed_inserts": self._counters.failed_inserts,
+                **refused,
+            },
+        )
+
+    def close(self) -> None:
+        """Give everything back that no ticket holds. Idempotent."""
+        self.clear()
+
+    def check_integrity(self) -> None:
+        """Assert everything that this class promises. Takes time in proportion to all entries."""
+        self._index.check_integrity()
+        stored = self._index.entries()
+        blocks = {entry.number for entry in stored if entry.checkpoint_bytes is None}
+        checkpoints = {entry.number for entry in stored if entry.checkpoint_bytes is not None}
+        assert self._blocks.keys() == blocks, "blocks and slots differ"
+        assert self._checkpoints.keys() == checkpoints, "checkpoints and numbers differ"
+        assert self._index.used_bytes == self._count_bytes(), "used bytes are not what is held"
+
+    def _count_bytes(self) -> int:
+        """Bytes of everything that is reachable, as the arrays themselves say."""
+        rows = self._held.values()
+        blocks = {id(block): block for block in self._blocks.values()}
+        blocks |= {id(block): block for row in rows for block in row.blocks}
+        ends = {id(end): end for end in self._checkpoints.values()}
+        ends |= {id(row.checkpoint): row.checkpoint for row in rows if row.checkpoint}
+        return sum(block.nbytes + BLOCK_METADATA_BYTES for block in blocks.values()) + sum(
+            end.num_bytes + CHECKPOINT_METADATA_BYTES for end in ends.values()
+        )
+
+    def _make_index(self, capacity: int) -> PrefixIndex:
+        return PrefixIndex(
+            block_size=self._config.block_size,
+            block_bytes=self._storage.body.num_bytes,
+            capacity=capacity,
+            needs_checkpoints=self._storage.layout.has_state,
+            head_blocks=self._storage.head_blocks,
+            head_block_bytes=self._storage.head.num_bytes,
+        )
+
+    def _row(self, ticket: int) -> HeldRow:
+        row = self._held.get(ticket)
+        if row is None:
+            raise ValueError(f"ticket {ticket} is not open")
+        return row
+
+    # Contents
+
+    def _write(self, insertion: Insertion, source: Source, size: int | None) -> None:
+        contents = source.blocks(insertion.new)
+        for new, block in zip(insertion.new, contents, strict=True):
+            self._blocks[new.slot] = block
+        if insertion.checkpoint is not None:
+            checkpoint = source.checkpoint()
+            if checkpoint.num_bytes != size:
+                raise ValueError(f"a checkpoint of {checkpoint.num_bytes} bytes, not {size}")
+            self._checkpoints[insertion.checkpoint] = checkpoint
+
+    def _withdraw(self, insertion: Insertion) -> None:
+        self._index.withdraw(insertion)
+        for new in insertion.new:
+            self._blocks.pop(new.slot, None)
+        if insertion.checkpoint is not None:
+            self._checkpoints.pop(insertion.checkpoint, None)
+
+    def _drop(self, evicted: Iterable[Evicted]) -> None:
+        for entry in evicted:
+            if isinstance(entry, EvictedBlock):
+                del self._blocks[entry.slot]
+            else:
+                del self._checkpoints[entry.number]
+
+    # Capacity
+
+    def _wanted_capacity(self) -> int:
+        if self._capacity is not None:
+            return self._capacity
+        return capacity(self._config, self._index.used_bytes, self._free_memory)
+
+    def _shrink(self) -> None:
+        """Follow the capacity that is wanted now, as far as tickets allow."""
+        wanted = self._wanted_capacity()
+        if wanted != self._index.capacity:
+            self._drop(self._index.resize(wanted))
+
+
+class _RowSource:
+    """The contents of new entries, copied from a live row."""
+
+    def __init__(self, storage: Storage, row: RowReader) -> None:
+        self._storage = storage
+        self._row = row
+
+    def blocks(self, new: Sequence[NewBlock]) -> Iterator[Block]:
+        if not new:
+            return
+        size = self._storage.block_size
+        first, last = new[0].num_tokens // size - 1, new[-1].num_tokens // size
+        head = min(max(first, self._storage.head_blocks), last)
+        yield from self._read(first, head)
+        yield from self._read(head, last)
+
+    def checkpoint(self) -> Checkpoint:
+        stop = self._row.num_tokens
+        start = stop - stop % self._storage.block_size
+        tail = self._row.tokens(start, stop) if start < stop else []
+        return self._storage.checkpoint_of([*tail, *self._row.state()], stop)
+
+    def _read(self, first: int, last: int) -> Iterator[Block]:
+        """Blocks of one form, several at a time."""
+        size, form = self._storage.block_size, self._storage.form(first)
+        step = max(1, READ_BYTES // max(1, self._storage.head.num_bytes))
+        for start in range(first, last, step):
+            stop = min(start + step, last)
+            arrays = form.encode(self._row.tokens(start * size, stop * size))
+            for number in range(stop - start):
+                yield form.pack(arrays, number * size)
+
+
+class EntrySource:
+    """The contents of new entries, as another tier gave them back.
+
+    Args:
+        storage: How they are kept.
+        entries: Blocks by digest.
+        end: The checkpoint.
+    """
+
+    def __init__(
+        self, storage: Storage, entries: Mapping[bytes, Block], end: Checkpoint | None
+    ) -> None:
+        self._storage = storage
+        self._entries = entries
+        self._end = end
+
+    def blocks(self, new: Sequence[NewBlock]) -> Iterator[Block]:
+        """The contents of new blocks."""
+        for block in new:
+            if block.digest not in self._entries:
+                raise ValueError("a block was not read")
+            yield self._entries[block.digest]
+
+    def checkpoint(self) -> Checkpoint:
+        """The contents of the new checkpoint."""
+        if self._end is None:
+            raise ValueError("the checkpoint was not read")
+        return self._end
+
+
+def _storage_for(config: CacheConfig, layout: StateLayout) -> tuple[Storage, str]:
+    """How a model's states are kept, and the name of that format."""
+    bits, group_size = config.kv_storage_bits, config.group_size
+    if bits is None:
+        return Storage(layout, config.block_size), "exact"
+    codec = Quantizer(layout.tokens, bits, group_size)
+    head_blocks = -(-config.min_quantize_tokens // config.block_size)
+    storage = Storage(layout, config.block_size, codec, head_blocks)
+    return storage, f"q{bits}g{group_size} from block {head_blocks}"
