@@ -332,13 +332,13 @@ class SoloReader:
     """
 
     def __init__(self, caches: list[Any], length: int) -> None:
-        self._caches = caches
+        self._packed = pack_caches(caches)
         self.num_tokens = length
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the caches' arrays, and some for their description."""
-        return sum(a.nbytes for cache in self._caches for a in cache_arrays(cache)) + 4096
+        """Bytes of all that the caches hold."""
+        return sum(array.nbytes for array in self._packed)
 
     def tokens(self, start: int, stop: int) -> list[HostArray]:
         """Nothing can be cut."""
@@ -347,7 +347,7 @@ class SoloReader:
 
     def state(self) -> list[HostArray]:
         """Copies of all that the caches hold."""
-        return pack_caches(self._caches)
+        return self._packed
 
 
 def is_cuttable(store: Store) -> TypeGuard[AttentionStore]:

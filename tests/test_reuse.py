@@ -1,0 +1,169 @@
+"""What is reused equals what is computed: every kind of layer, alone, in a batch, after a restart."""
+
+import random
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from treadle_cache import CacheConfig, RamStore
+from treadle_core import Engine, EngineConfig, Finished, Request, SamplingParams
+from treadle_core.layers import state_layout
+from treadle_core.mlx_runtime.load import make_runner
+from treadle_core.ports import PrefixStore
+from treadle_core.testing import zoo
+
+TOLERANCE = 1e-4
+BLOCK = 8
+FAMILIES = sorted(zoo.FAMILIES)
+
+
+@cache
+def model_of(family: str) -> Any:
+    return zoo.build(family)
+
+
+@cache
+def has_state(family: str) -> bool:
+    """Whether some of its layers cannot be cut, or it runs one row at a time."""
+    return state_layout(make_runner(model_of(family), zoo.config(family)).spec).has_state
+
+
+@cache
+def expected_logits(family: str, tokens: tuple[int, ...]) -> np.ndarray:
+    return np.array(zoo.reference_logits(model_of(family), tokens))
+
+
+def ram_store(**options: Any) -> RamStore:
+    return RamStore(CacheConfig(capacity_bytes=256 << 20, block_size=BLOCK, **options))
+
+
+class Session:
+    """An engine over one family, fed with requests whose answers are decided beforehand."""
+
+    def __init__(self, family: str, store: PrefixStore, **options: Any) -> None:
+        self.family = family
+        self.store = store
+        options = {"max_num_seqs": 4, "checkpoint_interval": 16, **options}
+        runner = make_runner(model_of(family), zoo.config(family))
+        self.engine = Engine(runner, config=EngineConfig(**options), store=store)
+        self.logits: dict[str, list[np.ndarray]] = {}
+        self.finished: dict[str, Finished] = {}
+
+    def add(self, id: str, prompt: Sequence[int], answer: Sequence[int], **options: Any) -> None:
+        """Queue ``prompt``; its tokens will be ``answer``, and the logits are remembered."""
+        self.logits[id] = []
+        self.engine.add(
+            Request(
+                id=id,
+                prompt=tuple(prompt),
+                params=SamplingParams(max_tokens=len(answer), temperature=0, ignore_eos=True),
+                logits_processors=(forced(answer, self.logits[id]),),
+                **options,
+            )
+        )
+
+    def run(self, until: Callable[[], bool] = lambda: False) -> None:
+        while self.engine.has_work and not until():
+            for event in self.engine.step():
+                if isinstance(event, Finished):
+                    self.finished[event.request_id] = event
+            self.engine.check_integrity()
+
+    def check(self, id: str, prompt: Sequence[int], answer: Sequence[int]) -> int:
+        """Hold every logit against the model's own run; returns the number of reused tokens."""
+        tokens = (*prompt, *answer)
+        expected = expected_logits(self.family, tokens[:-1])
+        found = np.stack(self.logits[id])
+        scale = np.abs(expected).max()
+        error = np.abs(found - expected[len(prompt) - 1 :]).max() / scale
+        assert error < TOLERANCE, f"{self.family}: {id} is off by {error:.2g}"
+        return self.finished[id].usage.cached_tokens
+
+    def ask(self, id: str, prompt: Sequence[int], answer: Sequence[int], **options: Any) -> int:
+        self.add(id, prompt, answer, **options)
+        self.run()
+        return self.check(id, prompt, answer)
+
+
+def forced(answer: Sequence[int], seen: list[np.ndarray]) -> Callable[..., Any]:
+    def processor(tokens: Sequence[int], logits: Any) -> Any:
+        seen.append(np.array(logits, dtype=np.float32).reshape(-1))
+        bonus = np.zeros(seen[-1].shape, dtype=np.float32)
+        bonus[answer[len(tokens)]] = 1e6
+        return logits + mx.array(bonus).reshape(logits.shape)
+
+    return processor
+
+
+def tokens(seed: int, length: int) -> tuple[int, ...]:
+    rng = random.Random(seed)
+    return tuple(rng.randrange(3, 250) for _ in range(length))
+
+
+def full_blocks(length: int) -> int:
+    return length - length % BLOCK
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_repeated_prompt_is_computed_once(family: str) -> None:
+    prompt, answer = tokens(1, 41), tokens(2, 6)
+    session = Session(family, ram_store())
+    assert session.ask("cold", prompt, answer) == 0
+    warm = session.ask("warm", prompt, answer)
+    assert warm == (40 if has_state(family) else full_blocks(40))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hits_never_go_backwards_while_a_chat_grows(family: str) -> None:
+    session = Session(family, ram_store())
+    chat, before = tokens(3, 20), 0
+    for turn in range(4):
+        answer = tokens(10 + turn, 9)
+        cached = session.ask(f"turn {turn}", chat, answer)
+        if turn:
+            assert cached >= before, f"{cached} after {before}"
+        computed = len(chat) + len(answer) - 1
+        before = computed if has_state(family) else full_blocks(computed)
+        chat = (*chat, *answer, *tokens(20 + turn, 7))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_shared_beginning_is_reused_up_to_its_boundary(family: str) -> None:
+    session = Session(family, ram_store(), checkpoint_interval=1000)
+    system, answer = tokens(4, 24), tokens(5, 4)
+    one, other = (*system, *tokens(6, 15)), (*system, *tokens(7, 18))
+    session.ask("one", one, answer, boundaries=(24,))
+    assert session.ask("other", other, answer) == 24
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_warm_row_joins_rows_that_decode(family: str) -> None:
+    session = Session(family, ram_store())
+    prompt, answer = tokens(8, 30), tokens(9, 8)
+    others = {f"other {i}": (tokens(30 + i, 5 + 11 * i), tokens(40 + i, 30)) for i in range(3)}
+    session.ask("cold", prompt, answer)
+    for id, (asked, given) in others.items():
+        session.add(id, asked, given)
+    session.run(until=lambda: all(session.logits[id] for id in others))
+    session.add("warm", prompt, answer)
+    session.run()
+    assert session.check("warm", prompt, answer) > 0
+    for id, (asked, given) in others.items():
+        session.check(id, asked, given)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_an_aborted_prefill_computed_is_kept(family: str) -> None:
+    session = Session(family, ram_store(), chunked_prefill_tokens=16, prefill_step_size=16)
+    prompt, answer = tokens(11, 70), tokens(12, 4)
+    session.add("aborted", prompt, answer)
+    for _ in range(3):
+        session.engine.step()
+    assert session.engine.abort("aborted")
+    session.run()
+    assert session.finished["aborted"].reason == "abort"
+    assert session.ask("again", prompt, answer) >= 32
