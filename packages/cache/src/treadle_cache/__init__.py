@@ -1,7 +1,8 @@
-"""A prefix store for Treadle engines: the state of prompts, in host memory."""
+"""A prefix store for Treadle engines: the state of prompts, in host memory, before a slower tier."""
 
 from treadle_cache.config import CacheConfig, free_memory
 from treadle_cache.digests import Chain, Namespace, block_digests, tail_digest
+from treadle_cache.entries import Entry, EntryName, Reading, SlowTier
 from treadle_cache.index import (
     Evicted,
     EvictedBlock,
@@ -15,11 +16,14 @@ from treadle_cache.index import (
     Refusal,
 )
 from treadle_cache.ram import RamStore
+from treadle_cache.tiered import TieredStore
 from treadle_core.prefix import MediaSpan, MissReason
 
 __all__ = [
     "CacheConfig",
     "Chain",
+    "Entry",
+    "EntryName",
     "Evicted",
     "EvictedBlock",
     "EvictedCheckpoint",
@@ -33,7 +37,10 @@ __all__ = [
     "NewBlock",
     "PrefixIndex",
     "RamStore",
+    "Reading",
     "Refusal",
+    "SlowTier",
+    "TieredStore",
     "block_digests",
     "free_memory",
     "tail_digest",

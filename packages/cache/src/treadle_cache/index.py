@@ -368,22 +368,25 @@ class PrefixIndex:
         Raises:
             ValueError: The chain has blocks of another size.
         """
-        self._check(chain)
         limit = min(limit, chain.num_tokens)
-        path = self._walk(chain, max(0, limit) // self._block_size)
-        checkpoint = None
-        if self._needs_checkpoints:
-            present = len(path)
-            checkpoint = next(self._ends(chain, path, limit), None)
-            del path[checkpoint.num_tokens // self._block_size if checkpoint else 0 :]
-            if checkpoint is None:
-                return self._miss(limit, present)
-        elif not path:
-            return self._miss(limit, 0)
+        path, checkpoint, present = self._usable(chain, limit)
+        if checkpoint is None and not path:
+            return self._miss(limit, present)
         if checkpoint is not None and checkpoint.later:
             checkpoint.reused = True
         self._touch(path, checkpoint)
         return self._hit(path, checkpoint)
+
+    def peek(self, chain: Chain, *, limit: int) -> int:
+        """How many tokens :meth:`lookup` would match. Refreshes nothing, and counts nothing.
+
+        Raises:
+            ValueError: The chain has blocks of another size.
+        """
+        path, checkpoint, _ = self._usable(chain, min(limit, chain.num_tokens))
+        if checkpoint is not None:
+            return checkpoint.num_tokens
+        return len(path) * self._block_size
 
     def reach(self, chain: Chain, num_blocks: int) -> Match:
         """The first blocks of ``chain`` that are there, at most ``num_blocks``.
@@ -598,6 +601,16 @@ class PrefixIndex:
     def _check(self, chain: Chain) -> None:
         if chain.block_size != self._block_size:
             raise ValueError(f"blocks of {chain.block_size} tokens, not {self._block_size}")
+
+    def _usable(self, chain: Chain, limit: int) -> tuple[list[_Block], _Checkpoint | None, int]:
+        """The longest match: its blocks, its checkpoint, and how many blocks there are at all."""
+        self._check(chain)
+        path = self._walk(chain, max(0, limit) // self._block_size)
+        present, checkpoint = len(path), None
+        if self._needs_checkpoints:
+            checkpoint = next(self._ends(chain, path, limit), None)
+            del path[checkpoint.num_tokens // self._block_size if checkpoint else 0 :]
+        return path, checkpoint, present
 
     def _walk(self, chain: Chain, num_blocks: int) -> list[_Block]:
         """The first blocks of ``chain`` that are there, at most ``num_blocks``."""

@@ -124,6 +124,32 @@ class RamStore:
         self._held[ticket] = HeldRow(self._storage, match.num_tokens, blocks, checkpoint)
         return Prefix(num_tokens=match.num_tokens, ticket=ticket)
 
+    def reach(self, chain: Chain, num_blocks: int) -> int:
+        """How many of the first ``num_blocks`` blocks of ``chain`` are there. Counts nothing."""
+        return len(self._index.reach(chain, num_blocks).slots)
+
+    def peek(self, chain: Chain, limit: int) -> int:
+        """How many tokens :meth:`hold` would find. Counts nothing."""
+        return self._index.peek(chain, limit=limit)
+
+    def hold_blocks(self, chain: Chain, num_blocks: int) -> int:
+        """Hold the first ``num_blocks`` blocks, which must be there, usable by themselves or not.
+
+        Returns:
+            A ticket.
+        """
+        match = self._index.reach(chain, num_blocks)
+        assert len(match.slots) == num_blocks, "a block that is to be held is not there"
+        ticket = self._index.pin(match)
+        assert ticket is not None, "a match was gone before it was pinned"
+        blocks = [self._blocks[slot] for slot in match.slots]
+        self._held[ticket] = HeldRow(self._storage, match.num_tokens, blocks)
+        return ticket
+
+    def held_blocks(self, ticket: int) -> Sequence[Block]:
+        """The blocks that a ticket holds."""
+        return self._row(ticket).blocks
+
     def poll(self, ticket: int) -> Prefix:
         """What :meth:`find` returned: it was ready.
 
@@ -172,7 +198,7 @@ class RamStore:
         assert row.num_tokens == chain.num_tokens, "a state covers exactly the tokens of its key"
         state_bytes = row.state_bytes if self._storage.layout.has_state else None
         return self.put(
-            chain, row.num_tokens, _RowSource(self._storage, row), state_bytes, generation
+            chain, row.num_tokens, RowSource(self._storage, row), state_bytes, generation
         )
 
     def put(
@@ -218,23 +244,9 @@ class RamStore:
         """What ``insertion`` has just stored of ``chain``, without a copy."""
         for new in insertion.new:
             number = new.num_tokens // self._config.block_size - 1
-            name = EntryName(
-                kind="block",
-                root=chain.root,
-                digest=new.digest,
-                parent=chain.position(number),
-                num_tokens=new.num_tokens,
-            )
-            yield Entry(name=name, arrays=self._storage.form(number).views(self._blocks[new.slot]))
-        if insertion.checkpoint is not None and insertion.end is not None:
-            name = EntryName(
-                kind="checkpoint",
-                root=chain.root,
-                digest=insertion.end,
-                parent=chain.position(chain.num_tokens // self._config.block_size),
-                num_tokens=chain.num_tokens,
-            )
-            yield Entry(name=name, arrays=self._checkpoints[insertion.checkpoint].arrays)
+            yield block_entry(self._storage, chain, number, self._blocks[new.slot])
+        if insertion.checkpoint is not None:
+            yield checkpoint_entry(chain, self._checkpoints[insertion.checkpoint])
 
     def resize(self, capacity_bytes: int) -> None:
         """Change the capacity for good, whatever the config says, and evict down to it.
@@ -357,14 +369,20 @@ class RamStore:
             self._drop(self._index.resize(wanted))
 
 
-class _RowSource:
-    """The contents of new entries, copied from a live row."""
+class RowSource:
+    """The contents of new entries, copied from a live row.
+
+    Args:
+        storage: How they are kept.
+        row: The row.
+    """
 
     def __init__(self, storage: Storage, row: RowReader) -> None:
         self._storage = storage
         self._row = row
 
     def blocks(self, new: Sequence[NewBlock]) -> Iterator[Block]:
+        """The contents of consecutive new blocks."""
         if not new:
             return
         size = self._storage.block_size
@@ -374,6 +392,7 @@ class _RowSource:
         yield from self._read(head, last)
 
     def checkpoint(self) -> Checkpoint:
+        """The contents of the checkpoint at the row's end."""
         stop = self._row.num_tokens
         start = stop - stop % self._storage.block_size
         tail = self._row.tokens(start, stop) if start < stop else []
@@ -418,6 +437,30 @@ class EntrySource:
         if self._end is None:
             raise ValueError("the checkpoint was not read")
         return self._end
+
+
+def block_entry(storage: Storage, chain: Chain, number: int, block: Block) -> Entry:
+    """The ``number``-th block of ``chain``, from 0, for another tier."""
+    name = EntryName(
+        kind="block",
+        root=chain.root,
+        digest=chain.digests[number],
+        parent=chain.position(number),
+        num_tokens=(number + 1) * chain.block_size,
+    )
+    return Entry(name=name, arrays=storage.form(number).views(block))
+
+
+def checkpoint_entry(chain: Chain, checkpoint: Checkpoint) -> Entry:
+    """The checkpoint at the end of ``chain``, for another tier."""
+    name = EntryName(
+        kind="checkpoint",
+        root=chain.root,
+        digest=chain.end(chain.num_tokens),
+        parent=chain.position(chain.num_tokens // chain.block_size),
+        num_tokens=chain.num_tokens,
+    )
+    return Entry(name=name, arrays=checkpoint.arrays)
 
 
 def _storage_for(config: CacheConfig, layout: StateLayout) -> tuple[Storage, str]:

@@ -1,10 +1,11 @@
-"""Helpers for tests of prefix stores: rows whose contents follow from their tokens."""
+"""Helpers for tests of prefix stores: rows whose contents follow from their tokens, a slow tier."""
 
 from collections.abc import Sequence
 from hashlib import blake2b
 
 import numpy as np
 
+from treadle_cache.entries import Entry, EntryName
 from treadle_core.prefix import HostArray, PrefixKey, StateLayout, TokenArray, host_dtype
 
 WINDOW = 4
@@ -83,6 +84,124 @@ class TokenRow:
             _numbers(self._seeds[-WINDOW:], 1000, window),
             _numbers(self._seeds[-1:], 1001, recurrent),
         ]
+
+
+class FakeReading:
+    """A reading of a :class:`FakeSlowTier`. It sees what is there when it is done.
+
+    Attributes:
+        digests: What was asked for.
+        cancelled: Whether nobody wants it any more.
+    """
+
+    def __init__(self, tier: "FakeSlowTier", digests: Sequence[bytes]) -> None:
+        self._tier = tier
+        self._entries: list[Entry | None] | None = None
+        self.digests = tuple(digests)
+        self.cancelled = False
+
+    @property
+    def done(self) -> bool:
+        """Whether :meth:`result` returns at once."""
+        return self._entries is not None
+
+    def result(self) -> list[Entry | None]:
+        """The entries, None for each that is gone or damaged."""
+        self.finish()
+        return list(self._entries or ())
+
+    def cancel(self) -> None:
+        """Nobody wants it any more."""
+        self.cancelled = True
+
+    def finish(self) -> None:
+        """Read now."""
+        if self._entries is None:
+            self._entries = [self._tier.take(digest) for digest in self.digests]
+
+
+class FakeSlowTier:
+    """A slow tier in memory that reads when it is told to, and fails where it is told to.
+
+    Args:
+        delayed: Whether readings wait for :meth:`finish` or :meth:`wait`.
+
+    Attributes:
+        entries: What is kept, by digest.
+        damaged: Digests of entries that can be found and not be read.
+        readings: All readings, in order.
+        num_puts: How many entries were handed in.
+        closed: Whether it was closed.
+    """
+
+    def __init__(self, *, delayed: bool = False) -> None:
+        self._delayed = delayed
+        self.entries: dict[bytes, Entry] = {}
+        self.damaged: set[bytes] = set()
+        self.readings: list[FakeReading] = []
+        self.num_puts = 0
+        self.closed = False
+
+    def put(self, entry: Entry) -> None:
+        """Keep a copy."""
+        self.num_puts += 1
+        arrays = tuple([array.copy() for array in entry.arrays])
+        self.entries[entry.name.digest] = Entry(name=entry.name, arrays=arrays)
+
+    def count_blocks(self, digests: Sequence[bytes]) -> int:
+        """How many are kept, without a gap."""
+        absent = (n for n, digest in enumerate(digests) if digest not in self.entries)
+        return next(absent, len(digests))
+
+    def present(self, digests: Sequence[bytes]) -> set[bytes]:
+        """Which are kept."""
+        return self.entries.keys() & set(digests)
+
+    def checkpoints(self, parents: Sequence[bytes]) -> list[EntryName]:
+        """Checkpoints that hang on any of ``parents``."""
+        names = [entry.name for entry in self.entries.values()]
+        return [name for name in names if name.kind == "checkpoint" and name.parent in parents]
+
+    def read(self, digests: Sequence[bytes]) -> FakeReading:
+        """Begin to read."""
+        reading = FakeReading(self, digests)
+        self.readings.append(reading)
+        if not self._delayed:
+            reading.finish()
+        return reading
+
+    def take(self, digest: bytes) -> Entry | None:
+        """An entry, as a reading gets it."""
+        return None if digest in self.damaged else self.entries.get(digest)
+
+    def finish(self) -> None:
+        """Finish every reading."""
+        for reading in self.readings:
+            reading.finish()
+
+    def wait(self, seconds: float) -> None:
+        """Finish the oldest reading that is wanted."""
+        wanted = (
+            reading for reading in self.readings if not reading.done and not reading.cancelled
+        )
+        reading = next(wanted, None)
+        if reading is not None:
+            reading.finish()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.entries.clear()
+
+    def flush(self) -> None:
+        """Do nothing: everything is written at once."""
+
+    def stats(self) -> dict[str, int | float]:
+        """How many entries are kept."""
+        return {"num_entries": len(self.entries)}
+
+    def close(self) -> None:
+        """Note it."""
+        self.closed = True
 
 
 def _seeds(key: PrefixKey) -> list[int]:

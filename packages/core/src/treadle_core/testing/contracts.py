@@ -13,6 +13,8 @@ The suites need no plugin and import no test runner.
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
+import numpy as np
+
 from treadle_core.engine import Engine
 from treadle_core.plan import (
     Close,
@@ -34,9 +36,20 @@ from treadle_core.ports import (
     Clock,
     Observer,
     PendingStep,
+    PrefixStore,
     Runner,
+    StoredRow,
     TokenConstraint,
     Tokenizer,
+)
+from treadle_core.prefix import (
+    HostArray,
+    MediaSpan,
+    Prefix,
+    PrefixKey,
+    StateLayout,
+    TokenArray,
+    host_dtype,
 )
 from treadle_core.request import LogitsProcessor, Request, SamplingParams
 from treadle_core.testing.checks import EventChecker, pump
@@ -698,3 +711,258 @@ def _split(order: list[Key], num_decoding: int) -> tuple[list[Key], list[Key]]:
 def allows(packed: bytes | None, token: int) -> bool:
     """Whether a token constraint's mask allows a token."""
     return packed is None or bool(packed[token // 8] >> token % 8 & 1)
+
+
+class StateOf:
+    """A live row for tests of prefix stores: what it holds follows from its key.
+
+    Args:
+        key: Its tokens.
+        layout: What it consists of.
+        failure: Raised by every reading; None reads well.
+    """
+
+    def __init__(
+        self, key: PrefixKey, layout: StateLayout, failure: Exception | None = None
+    ) -> None:
+        self._layout = layout
+        self._failure = failure
+        seed = sum(key.salt.encode())
+        seeds = np.full(len(key.tokens), seed, np.int64) + np.asarray(key.tokens, np.int64)
+        for span in key.media:
+            seeds[span.start : span.end] += sum(span.digest)
+        # What a token leaves depends on all before it.
+        self._seeds = np.cumsum(seeds * (1 + np.arange(len(seeds)) % 7)) % 251
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are in it."""
+        return len(self._seeds)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of its state."""
+        return sum(array.nbytes for array in self._state())
+
+    def tokens(self, start: int, stop: int) -> list[HostArray]:
+        """The token arrays of ``[start, stop)``."""
+        if self._failure is not None:
+            raise self._failure
+        return [self._array(array, start, stop) for array in self._layout.tokens]
+
+    def state(self) -> list[HostArray]:
+        """The state after all tokens."""
+        if self._failure is not None:
+            raise self._failure
+        return self._state()
+
+    def _state(self) -> list[HostArray]:
+        if not self._layout.has_state:
+            return []
+        window = self._array(TokenArray(1, 3, "bfloat16"), -4, len(self._seeds))
+        return [window, self._array(TokenArray(2, 2, "float32"), -1, len(self._seeds))]
+
+    def _array(self, array: TokenArray, start: int, stop: int) -> HostArray:
+        shape = (array.heads, 1, array.dim)
+        numbers = np.arange(array.heads * array.dim).reshape(shape)
+        mixed = numbers + self._seeds[None, start:stop, None]
+        return np.ascontiguousarray(mixed.astype(host_dtype(array.dtype)))
+
+
+class PrefixStoreContract:
+    """Fixture: ``store``, a fresh :class:`PrefixStore` that nobody attached, with room for a few MB.
+
+    It keeps what it is given bit by bit, and its blocks, if it has any, are of at most 64 tokens.
+    """
+
+    plain = StateLayout(
+        tokens=(TokenArray(2, 4, "bfloat16"), TokenArray(1, 3, "float32")),
+        has_state=False,
+        format="plain",
+    )
+    hybrid = StateLayout(tokens=(TokenArray(2, 4, "float16"),), has_state=True, format="hybrid")
+
+    def test_an_empty_store_finds_nothing_and_says_why(self, store: PrefixStore) -> None:
+        """And a miss has no ticket."""
+        store.attach("model", self.plain)
+        prefix = settled(store, numbered(300), 299)
+        assert prefix == Prefix(miss="empty")
+        assert store.stats().misses == {"empty": 1}
+
+    def test_what_was_stored_comes_back_bit_by_bit(self, store: PrefixStore) -> None:
+        """For exactly the tokens that it covers."""
+        store.attach("model", self.plain)
+        self.keep(store, numbered(300), self.plain)
+        prefix = settled(store, numbered(300), 299)
+        assert 299 - 64 < prefix.num_tokens <= 299
+        self.agree(store, prefix, numbered(300), self.plain)
+
+    def test_a_state_that_cannot_be_cut_is_found_where_it_was_read(
+        self, store: PrefixStore
+    ) -> None:
+        """At any token count, and at no other."""
+        store.attach("model", self.hybrid)
+        for num_tokens in (1, 70, 203):
+            self.keep(store, numbered(num_tokens), self.hybrid)
+        for limit, expected in ((300, 203), (203, 203), (202, 70), (69, 1)):
+            prefix = settled(store, numbered(301), limit)
+            assert prefix.num_tokens == expected
+            self.agree(store, prefix, numbered(301), self.hybrid)
+
+    def test_a_chat_that_only_grows_never_goes_back(self, store: PrefixStore) -> None:
+        """Whatever is between the turns."""
+        store.attach("model", self.hybrid)
+        for num_tokens in range(5, 400, 37):
+            self.keep(store, numbered(num_tokens), self.hybrid)
+            prefix = settled(store, numbered(500), 499)
+            assert prefix.num_tokens == num_tokens
+            self.agree(store, prefix, numbered(500), self.hybrid)
+
+    def test_prompts_share_what_they_begin_with(self, store: PrefixStore) -> None:
+        """And no more."""
+        store.attach("model", self.plain)
+        self.keep(store, numbered(256), self.plain)
+        other = PrefixKey(tokens=(*range(130), *range(1_000, 1_170)))
+        prefix = settled(store, other, 299)
+        assert 130 - 64 < prefix.num_tokens <= 130
+        self.agree(store, prefix, other, self.plain)
+        self.keep(store, other, self.plain)
+        for key in (numbered(256), other):
+            prefix = settled(store, key, 256)
+            assert prefix.num_tokens > 256 - 64
+            self.agree(store, prefix, key, self.plain)
+
+    def test_tenants_and_media_keep_apart(self, store: PrefixStore) -> None:
+        """What a state depends on is in its key."""
+        store.attach("model", self.plain)
+        tokens = tuple(range(200))
+        keys = [
+            PrefixKey(tokens=tokens),
+            PrefixKey(tokens=tokens, salt="tenant"),
+            PrefixKey(tokens=tokens, media=(MediaSpan(0, 9, b"image"),)),
+        ]
+        for number, key in enumerate(keys):
+            assert settled(store, key, 200).num_tokens == 0
+            self.keep(store, key, self.plain)
+            for other in keys[: number + 1]:
+                self.agree(store, settled(store, other, 200), other, self.plain)
+
+    def test_clear_forgets_everything(self, store: PrefixStore) -> None:
+        """What was begun before it too."""
+        store.attach("model", self.plain)
+        self.keep(store, numbered(200), self.plain)
+        generation = store.generation
+        store.clear()
+        assert store.generation > generation
+        store.insert(numbered(200), StateOf(numbered(200), self.plain), generation)
+        assert settled(store, numbered(200), 199) == Prefix(miss="cleared")
+        self.keep(store, numbered(200), self.plain)
+        assert settled(store, numbered(200), 199).num_tokens > 0
+
+    def test_what_is_held_outlives_a_clear(self, store: PrefixStore) -> None:
+        """It can be loaded, and not be found."""
+        store.attach("model", self.hybrid)
+        self.keep(store, numbered(100), self.hybrid)
+        prefix = settled(store, numbered(101), 100)
+        store.clear()
+        self.keep(store, numbered(50), self.hybrid)
+        assert settled(store, numbered(101), 100).num_tokens == 50
+        self.agree(store, prefix, numbered(101), self.hybrid)
+
+    def test_a_ready_prefix_stays_as_it_is(self, store: PrefixStore) -> None:
+        """However often one asks."""
+        store.attach("model", self.plain)
+        self.keep(store, numbered(200), self.plain)
+        prefix = settled(store, numbered(200), 199)
+        assert prefix.ticket is not None
+        assert store.poll(prefix.ticket) == store.poll(prefix.ticket) == prefix
+
+    def test_what_is_loaded_belongs_to_the_caller(self, store: PrefixStore) -> None:
+        """Two rows that load the same do not see each other."""
+        store.attach("model", self.plain)
+        self.keep(store, numbered(200), self.plain)
+        prefix = settled(store, numbered(200), 199)
+        assert prefix.ticket is not None
+        array = store.load(prefix.ticket).tokens(0)
+        if array.flags.writeable:
+            array[...] = 0
+        self.agree(store, prefix, numbered(200), self.plain)
+
+    def test_a_row_that_cannot_be_read_is_not_stored(self, store: PrefixStore) -> None:
+        """Nobody is told, and what was there is left as it was."""
+        store.attach("model", self.hybrid)
+        self.keep(store, numbered(100), self.hybrid)
+        failing = StateOf(numbered(200), self.hybrid, RuntimeError("out of memory"))
+        store.insert(numbered(200), failing, store.generation)
+        prefix = settled(store, numbered(300), 299)
+        assert prefix.num_tokens == 100
+        self.agree(store, prefix, numbered(300), self.hybrid)
+
+    def test_fetching_ahead_changes_nothing_that_is_found(self, store: PrefixStore) -> None:
+        """Whether it is done or not."""
+        store.attach("model", self.plain)
+        store.prefetch(numbered(200), 199)
+        self.keep(store, numbered(200), self.plain)
+        store.prefetch(numbered(200), 199)
+        store.prefetch(numbered(200), 199)
+        prefix = settled(store, numbered(200), 199)
+        assert prefix.num_tokens > 199 - 64
+        self.agree(store, prefix, numbered(200), self.plain)
+
+    def test_lookups_are_counted_once(self, store: PrefixStore) -> None:
+        """Each is a hit or a miss with a reason."""
+        store.attach("model", self.plain)
+        matched = 0
+        for count in range(3):
+            matched += settled(store, numbered(200 + count), 199).num_tokens
+            self.keep(store, numbered(200 + count), self.plain)
+        stats = store.stats()
+        assert (stats.hits, sum(stats.misses.values())) == (2, 1)
+        assert stats.matched_tokens == matched
+        assert stats.used_bytes <= stats.capacity_bytes
+
+    def test_closing_twice_is_closing_once(self, store: PrefixStore) -> None:
+        """Even with something stored."""
+        store.attach("model", self.plain)
+        self.keep(store, numbered(200), self.plain)
+        store.close()
+        store.close()
+
+    def keep(self, store: PrefixStore, key: PrefixKey, layout: StateLayout) -> None:
+        """Store the state of ``key``."""
+        store.insert(key, StateOf(key, layout), store.generation)
+
+    def agree(
+        self, store: PrefixStore, prefix: Prefix, key: PrefixKey, layout: StateLayout
+    ) -> None:
+        """What a prefix holds is what computing it again gives; it is released then."""
+        assert prefix.ticket is not None
+        row: StoredRow = store.load(prefix.ticket)
+        cut = PrefixKey(tokens=key.tokens[: prefix.num_tokens], salt=key.salt, media=key.media)
+        assert row.num_tokens == len(cut.tokens) == prefix.num_tokens
+        media = tuple([span for span in key.media if span.end <= row.num_tokens])
+        fresh = StateOf(PrefixKey(tokens=cut.tokens, salt=key.salt, media=media), layout)
+        loaded = [row.tokens(index) for index in range(len(layout.tokens))]
+        expected = fresh.tokens(0, row.num_tokens)
+        for stored, computed in zip(
+            [*loaded, *row.state()], [*expected, *fresh.state()], strict=True
+        ):
+            assert stored.dtype == computed.dtype
+            assert stored.shape == computed.shape
+            assert stored.tobytes() == computed.tobytes()
+        store.release(prefix.ticket)
+
+
+def numbered(num_tokens: int) -> PrefixKey:
+    """A key with the tokens from 0 up to ``num_tokens``, which is not one of them."""
+    return PrefixKey(tokens=tuple(range(num_tokens)))
+
+
+def settled(store: PrefixStore, key: PrefixKey, limit: int) -> Prefix:
+    """What is found, waited for where it is on its way."""
+    prefix = store.find(key, limit)
+    while not prefix.ready:
+        assert prefix.ticket is not None
+        store.wait(1.0)
+        prefix = store.poll(prefix.ticket) or prefix
+    return prefix
