@@ -7,7 +7,10 @@ another thread, and their memory goes back block by block.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
+
+import numpy as np
 
 from treadle_cache.codec import Quantizer
 from treadle_cache.config import CacheConfig, capacity, free_memory
@@ -18,13 +21,16 @@ from treadle_cache.index import (
     CHECKPOINT_METADATA_BYTES,
     Evicted,
     EvictedBlock,
+    Indexed,
     Insertion,
     NewBlock,
     PrefixIndex,
 )
-from treadle_cache.storage import Block, Checkpoint, HeldRow, Storage
+from treadle_cache.saved import DamagedFile, Footer, SavedEntry, SavedFile
+from treadle_cache.saved import write as write_file
+from treadle_cache.storage import Block, Checkpoint, HeldRow, Storage, as_read_only
 from treadle_core.ports import RowReader, StoredRow
-from treadle_core.prefix import Prefix, PrefixKey, PrefixStats, StateLayout
+from treadle_core.prefix import HostArray, Prefix, PrefixKey, PrefixStats, StateLayout
 
 READ_BYTES = 64 << 20
 """Most bytes that are copied from a row at a time while it is stored, but at least a block."""
@@ -49,7 +55,11 @@ class Source(Protocol):
 class _Counters:
     loaded_tokens: int = 0
     failed_inserts: int = 0
-    resizes: int = 0
+    saved_entries: int = 0
+    restored_entries: int = 0
+    failed_saves: int = 0
+    failed_loads: int = 0
+    damaged_entries: int = 0
 
 
 class RamStore:
@@ -284,9 +294,52 @@ class RamStore:
                 "num_checkpoints": stats.num_checkpoints,
                 "loaded_tokens": self._counters.loaded_tokens,
                 "failed_inserts": self._counters.failed_inserts,
+                "saved_entries": self._counters.saved_entries,
+                "restored_entries": self._counters.restored_entries,
+                "failed_saves": self._counters.failed_saves,
+                "failed_loads": self._counters.failed_loads,
+                "damaged_entries": self._counters.damaged_entries,
                 **refused,
             },
         )
+
+    def save_to_disk(self, path: Path) -> int:
+        """Write all entries to a file, whole or not at all.
+
+        Returns:
+            How many; 0 if it could not be written, and then ``path`` is as it was.
+        """
+        footer = Footer(
+            fingerprint=self._fingerprint,
+            format=self._format,
+            block_size=self._config.block_size,
+            entries=(),
+        )
+        entries = self._index.entries()
+        try:
+            write_file(path, footer, ((entry, self._arrays_of(entry)) for entry in entries))
+        except (OSError, MemoryError):
+            self._counters.failed_saves += 1
+            return 0
+        self._counters.saved_entries += len(entries)
+        return len(entries)
+
+    def load_from_disk(self, path: Path) -> int:
+        """Add what a file has, the most recently used first, as far as it fits beside what is here.
+
+        A file of another model or format, or none of ours, adds nothing; an entry that is damaged
+        is left out, with what hangs on it.
+
+        Returns:
+            How many entries were added.
+        """
+        self._shrink()
+        try:
+            with SavedFile(path) as file:
+                return self._restore(file)
+        except (OSError, DamagedFile):
+            self._counters.failed_loads += 1
+            return 0
 
     def close(self) -> None:
         """Give everything back that no ticket holds. Idempotent."""
@@ -354,6 +407,63 @@ class RamStore:
                 del self._blocks[entry.slot]
             else:
                 del self._checkpoints[entry.number]
+
+    # Files
+
+    def _arrays_of(self, entry: Indexed) -> Sequence[HostArray]:
+        if entry.checkpoint_bytes is None:
+            return [self._blocks[entry.number]]
+        return self._checkpoints[entry.number].arrays
+
+    def _restore(self, file: SavedFile) -> int:
+        footer = file.footer
+        expected = (self._fingerprint, self._format, self._config.block_size)
+        if (footer.fingerprint, footer.format, footer.block_size) != expected:
+            raise DamagedFile("the file is of another model or format")
+        ages = {saved.entry.digest: age for age, saved in enumerate(footer.entries, 1)}
+        num_restored = 0
+        # Parents before children, and checkpoints before those that extend them.
+        for saved in sorted(self._fitting(footer.entries), key=lambda one: one.entry.num_tokens):
+            try:
+                arrays = file.arrays(saved)
+                num_restored += self._adopt(saved.entry, arrays, ages[saved.entry.digest])
+            except (OSError, ValueError, DamagedFile):
+                self._counters.damaged_entries += 1
+            except MemoryError:
+                self._counters.failed_loads += 1
+                break
+        self._counters.restored_entries += num_restored
+        return num_restored
+
+    def _fitting(self, entries: Iterable[SavedEntry]) -> Iterator[SavedEntry]:
+        """The first of ``entries`` that are not here and fit together beside what is here."""
+        room = self._index.capacity - self._index.used_bytes
+        for saved in entries:
+            is_block = saved.entry.checkpoint_bytes is None
+            metadata = BLOCK_METADATA_BYTES if is_block else CHECKPOINT_METADATA_BYTES
+            if saved.entry.digest in self._index:
+                continue
+            if saved.num_bytes + metadata <= room:
+                room -= saved.num_bytes + metadata
+                yield saved
+
+    def _adopt(self, entry: Indexed, arrays: list[HostArray], age: int) -> bool:
+        """Keep an entry of a file, if there is something for it to hang on."""
+        if entry.checkpoint_bytes is not None:
+            checkpoint = self._storage.checkpoint_of(arrays, entry.num_tokens)
+            if checkpoint.num_bytes != entry.checkpoint_bytes:
+                raise ValueError("a checkpoint of another size")
+            number = self._index.adopt(entry, age=age)
+            if number is not None:
+                self._checkpoints[number] = checkpoint
+            return number is not None
+        form = self._storage.form(entry.num_tokens // self._config.block_size - 1)
+        if len(arrays) != 1 or arrays[0].dtype != np.uint8 or arrays[0].shape != (form.num_bytes,):
+            raise ValueError("a block of another size")
+        slot = self._index.adopt(entry, age=age)
+        if slot is not None:
+            self._blocks[slot] = as_read_only(arrays[0])
+        return slot is not None
 
     # Capacity
 
