@@ -1,0 +1,360 @@
+"""The index of a directory, in SQLite: which entries its files are, and when each was last used.
+
+Rows may disagree with the files, which are the truth; whoever finds a difference mends the rows.
+"""
+
+import sqlite3
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from enum import IntEnum
+from pathlib import Path
+from secrets import randbits
+from threading import Lock
+from typing import Any, cast
+
+from msgspec import Struct
+
+from treadle_cache.entries import EntryKind, EntryName
+
+SCHEMA_VERSION = 1
+
+# One more page of the log costs no more than reading it; a short log keeps the byte limit tight.
+LOG_PAGES = 64
+
+# Digests per query: SQLite before 3.32 takes 999 parameters.
+CHUNK = 500
+
+READ_TIMEOUT_SECONDS = 1.0
+WRITE_TIMEOUT_SECONDS = 30.0
+
+_SCHEMA = f"""
+BEGIN IMMEDIATE;
+CREATE TABLE entries (
+    digest BLOB PRIMARY KEY,
+    kind TEXT NOT NULL,
+    root BLOB NOT NULL,
+    parent BLOB NOT NULL,
+    num_tokens INTEGER NOT NULL,
+    num_bytes INTEGER NOT NULL,
+    used INTEGER NOT NULL,
+    state INTEGER NOT NULL,
+    owner TEXT
+) WITHOUT ROWID;
+CREATE INDEX entries_by_parent ON entries (parent, kind);
+CREATE INDEX entries_by_use ON entries (used);
+CREATE TABLE figures (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+INSERT INTO figures VALUES ('num_bytes', 0), ('num_ready', 0), ('epoch', {{epoch}});
+CREATE TRIGGER entry_added AFTER INSERT ON entries BEGIN
+    UPDATE figures SET value = value + new.num_bytes WHERE name = 'num_bytes';
+    UPDATE figures SET value = value + (new.state = 1) WHERE name = 'num_ready';
+END;
+CREATE TRIGGER entry_removed AFTER DELETE ON entries BEGIN
+    UPDATE figures SET value = value - old.num_bytes WHERE name = 'num_bytes';
+    UPDATE figures SET value = value - (old.state = 1) WHERE name = 'num_ready';
+END;
+CREATE TRIGGER entry_changed AFTER UPDATE OF state ON entries BEGIN
+    UPDATE figures SET value = value + (new.state = 1) - (old.state = 1) WHERE name = 'num_ready';
+END;
+PRAGMA user_version = {SCHEMA_VERSION};
+COMMIT;
+"""
+
+
+class State(IntEnum):
+    """Where a row stands.
+
+    WRITING: its bytes are set aside, its file is on its way. READY: its file is there. DEAD: it
+    was cleared, and its file may still be there.
+    """
+
+    WRITING = 0
+    READY = 1
+    DEAD = 2
+
+
+class Row(Struct, frozen=True, kw_only=True):
+    """An entry as the index knows it.
+
+    Attributes:
+        name: Which.
+        num_bytes: Bytes of its file.
+        used: When it was last used, in microseconds since the epoch.
+        state: Where it stands.
+        owner: Who is writing it; None for nobody.
+    """
+
+    name: EntryName
+    num_bytes: int
+    used: int
+    state: State
+    owner: str | None
+
+
+class Catalog:
+    """An open index. For any thread; a look-up never waits for a change.
+
+    Every method may raise sqlite3.Error.
+
+    Args:
+        path: The file.
+        inode: That of the file, to notice when another takes its place.
+        reader: Connection for look-ups.
+        writer: Connection for changes.
+    """
+
+    def __init__(
+        self, path: Path, inode: int, reader: sqlite3.Connection, writer: sqlite3.Connection
+    ) -> None:
+        self._path = path
+        self._inode = inode
+        self._reader = reader
+        self._writer = writer
+        self._reading = Lock()
+        self._changing = Lock()
+
+    def is_current(self) -> bool:
+        """Whether the file at its path is still the one that is open."""
+        try:
+            return self._path.stat().st_ino == self._inode
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Close the connections."""
+        with self._reading, self._changing:
+            self._reader.close()
+            self._writer.close()
+
+    # Look-ups
+
+    def present(self, digests: Sequence[bytes]) -> set[bytes]:
+        """Which of ``digests`` have a file."""
+        query = f"SELECT digest FROM entries WHERE state = {State.READY:d} AND digest IN "
+        return {cast("bytes", digest) for (digest,) in self._among(query, digests)}
+
+    def checkpoints(self, parents: Sequence[bytes]) -> list[EntryName]:
+        """Checkpoints with a file that hang on any of ``parents``."""
+        query = (
+            "SELECT digest, kind, root, parent, num_tokens FROM entries "
+            f"WHERE state = {State.READY:d} AND kind = 'checkpoint' AND parent IN "
+        )
+        return [_name(*values) for values in self._among(query, parents)]
+
+    def find(self, digest: bytes) -> Row | None:
+        """The row of a digest."""
+        with self._reading:
+            return _find(self._reader, digest)
+
+    def rows(self) -> list[Row]:
+        """All rows, the least recently used first."""
+        with self._reading:
+            return _rows(self._reader)
+
+    def figure(self, name: str) -> int:
+        """``num_bytes`` of all rows, ``num_ready`` entries, or the ``epoch`` that clears change."""
+        with self._reading:
+            return _figure(self._reader, name)
+
+    def _among(self, query: str, values: Sequence[bytes]) -> Iterator[tuple[Any, ...]]:
+        with self._reading:
+            for start in range(0, len(values), CHUNK):
+                chunk = values[start : start + CHUNK]
+                marks = ",".join("?" * len(chunk))
+                yield from self._reader.execute(f"{query} ({marks})", chunk).fetchall()
+
+    # Changes
+
+    @contextmanager
+    def changing(self) -> Generator["Change"]:
+        """A transaction: all of it, or none if the body raises. One at a time, over processes."""
+        with self._changing:
+            self._writer.execute("BEGIN IMMEDIATE")
+            try:
+                yield Change(self._writer)
+            except BaseException:
+                self._writer.rollback()
+                raise
+            self._writer.commit()
+
+
+class Change:
+    """An open transaction.
+
+    Args:
+        connection: Where it is open.
+    """
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    def find(self, digest: bytes) -> Row | None:
+        """The row of a digest."""
+        return _find(self._connection, digest)
+
+    def rows(self) -> list[Row]:
+        """All rows, the least recently used first."""
+        return _rows(self._connection)
+
+    def figure(self, name: str) -> int:
+        """As :meth:`Catalog.figure`."""
+        return _figure(self._connection, name)
+
+    def add(self, row: Row) -> None:
+        """Add a row, in the place of the one it may have had."""
+        self.remove(row.name.digest)
+        name = row.name
+        self._connection.execute(
+            "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                name.digest,
+                name.kind,
+                name.root,
+                name.parent,
+                name.num_tokens,
+                row.num_bytes,
+                row.used,
+                int(row.state),
+                row.owner,
+            ),
+        )
+
+    def remove(self, digest: bytes) -> None:
+        """Remove a row, if it is there."""
+        self._connection.execute("DELETE FROM entries WHERE digest = ?", (digest,))
+
+    def remove_of(self, digest: bytes, owner: str) -> None:
+        """Remove a row if ``owner`` was writing it."""
+        self._connection.execute(
+            "DELETE FROM entries WHERE digest = ? AND owner = ?", (digest, owner)
+        )
+
+    def mark_ready(self, digest: bytes, owner: str) -> bool:
+        """Say that the file of a row is there, if the row still says that ``owner`` writes it."""
+        cursor = self._connection.execute(
+            f"UPDATE entries SET state = {State.READY:d}, owner = NULL "
+            f"WHERE digest = ? AND owner = ? AND state = {State.WRITING:d}",
+            (digest, owner),
+        )
+        return cursor.rowcount == 1
+
+    def kill_all(self) -> None:
+        """Mark every row dead, and start another epoch."""
+        self._connection.execute(f"UPDATE entries SET state = {State.DEAD:d}")
+        self._connection.execute(
+            "UPDATE figures SET value = ? WHERE name = 'epoch'", (_new_epoch(),)
+        )
+
+    def remove_dead(self) -> None:
+        """Remove the dead rows that nobody was writing."""
+        self._connection.execute(
+            f"DELETE FROM entries WHERE state = {State.DEAD:d} AND owner IS NULL"
+        )
+
+    def touch(self, digests: Sequence[bytes], now: int) -> None:
+        """Note a use of ``digests``, the first of them as the latest."""
+        last = max(now, self.last_use() + len(digests))
+        self._connection.executemany(
+            "UPDATE entries SET used = ? WHERE digest = ?",
+            [(last - place, digest) for place, digest in enumerate(digests)],
+        )
+
+    def last_use(self) -> int:
+        """The latest use of any row; 0 without rows."""
+        (used,) = self._connection.execute("SELECT max(used) FROM entries").fetchone()
+        return 0 if used is None else cast("int", used)
+
+    def oldest(self, keep: bytes) -> Row | None:
+        """The least recently used entry on which none hangs, ``keep`` aside."""
+        values = self._connection.execute(
+            f"SELECT {_COLUMNS} FROM entries AS entry "
+            f"WHERE state = {State.READY:d} AND digest != ? AND NOT EXISTS ("
+            "SELECT 1 FROM entries AS child WHERE child.parent = entry.digest "
+            f"AND child.state != {State.DEAD:d}) ORDER BY used LIMIT 1",
+            (keep,),
+        ).fetchone()
+        return None if values is None else _row(values)
+
+
+_COLUMNS = "digest, kind, root, parent, num_tokens, num_bytes, used, state, owner"
+
+
+def open_catalog(path: Path) -> Catalog:
+    """Open the index at ``path``; an empty one is made if there is none.
+
+    Raises:
+        sqlite3.DatabaseError: It cannot be used, or has another version.
+    """
+    writer = _connect(path, WRITE_TIMEOUT_SECONDS)
+    try:
+        _check(writer)
+        reader = _connect(path, READ_TIMEOUT_SECONDS)
+        return Catalog(path, path.stat().st_ino, reader, writer)
+    except BaseException:
+        writer.close()
+        raise
+
+
+def _connect(path: Path, timeout: float) -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        path, timeout=timeout, isolation_level=None, check_same_thread=False
+    )
+    try:
+        connection.execute("PRAGMA journal_mode = WAL")
+        # kill -9 costs nothing here. A power cut may damage the index; then it is made anew from
+        # the files, which would cost a hundred times less than waiting for the device each time.
+        connection.execute("PRAGMA synchronous = OFF")
+        connection.execute(f"PRAGMA wal_autocheckpoint = {LOG_PAGES}")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _check(connection: sqlite3.Connection) -> None:
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
+    if version == 0 and num_tables == 0:
+        connection.executescript(_SCHEMA.format(epoch=_new_epoch()))
+    elif version != SCHEMA_VERSION:
+        raise sqlite3.DatabaseError(f"index version {version}, expected {SCHEMA_VERSION}")
+    (answer,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    if answer != "ok":
+        raise sqlite3.DatabaseError(f"the index is damaged: {answer}")
+
+
+def _new_epoch() -> int:
+    """A number that no earlier index of the directory has had."""
+    return randbits(62)
+
+
+def _find(connection: sqlite3.Connection, digest: bytes) -> Row | None:
+    values = connection.execute(
+        f"SELECT {_COLUMNS} FROM entries WHERE digest = ?", (digest,)
+    ).fetchone()
+    return None if values is None else _row(values)
+
+
+def _rows(connection: sqlite3.Connection) -> list[Row]:
+    found = connection.execute(f"SELECT {_COLUMNS} FROM entries ORDER BY used")
+    return [_row(values) for values in found.fetchall()]
+
+
+def _figure(connection: sqlite3.Connection, name: str) -> int:
+    found = connection.execute("SELECT value FROM figures WHERE name = ?", (name,)).fetchone()
+    return cast("int", found[0])
+
+
+def _row(values: tuple[Any, ...]) -> Row:
+    *name, num_bytes, used, state, owner = values
+    digest, kind, root, parent, num_tokens = name
+    return Row(
+        name=_name(digest, kind, root, parent, num_tokens),
+        num_bytes=num_bytes,
+        used=used,
+        state=State(state),
+        owner=owner,
+    )
+
+
+def _name(digest: bytes, kind: EntryKind, root: bytes, parent: bytes, num_tokens: int) -> EntryName:
+    return EntryName(kind=kind, root=root, digest=digest, parent=parent, num_tokens=num_tokens)
