@@ -29,34 +29,38 @@ def measure_disk(
     The plain copy is ``shutil.copyfile`` of one file after the other, without fsync. Writing takes
     from the first ``put`` to the end of ``flush``; what the tier brings to the device after that,
     while nothing waits, is ``ssd_close_seconds``. Reading is one request for all entries, from a
-    tier that was opened anew. All of it is in the system's cache; each ratio is of the medians.
+    tier that was opened anew. All of it is in the system's cache. A first run is
+    not counted; each figure is the median of the others, each ratio is taken within a run.
 
     Args:
         directory: Where to work, in a folder that is removed; None for the system's choice.
         num_entries: Entries per run.
         entry_bytes: Bytes of each.
-        num_runs: Runs; each measures all, in turn.
+        num_runs: Runs that count; each measures all, in turn.
 
     Returns:
         Figures by name: rates in bytes per second, and the two ratios.
     """
     entries = make_entries(num_entries, entry_bytes)
-    samples: dict[str, list[float]] = {}
-    for _ in range(num_runs):
-        with tempfile.TemporaryDirectory(dir=directory) as folder:
-            for name, seconds in _measure_once(Path(folder), entries).items():
-                samples.setdefault(name, []).append(seconds)
     total = sum(entry.num_bytes for entry in entries)
-    medians = {name: statistics.median(values) for name, values in samples.items()}
+    samples: list[dict[str, float]] = []
+    for _ in range(num_runs + 1):
+        with tempfile.TemporaryDirectory(dir=directory) as folder:
+            seconds = _measure_once(Path(folder), entries)
+        samples.append(_figures(total, seconds))
+    return {name: statistics.median(sample[name] for sample in samples[1:]) for name in samples[0]}
+
+
+def _figures(total: int, seconds: dict[str, float]) -> dict[str, float]:
     return {
         "ssd_bytes": float(total),
-        "ssd_copy_bytes_per_second": total / medians["copy"],
-        "ssd_write_bytes_per_second": total / medians["write"],
-        "ssd_read_bytes_per_second": total / medians["read"],
-        "ssd_write_ratio": medians["copy"] / medians["write"],
-        "ssd_read_ratio": medians["copy"] / medians["read"],
-        "ssd_put_seconds": medians["put"],
-        "ssd_close_seconds": medians["close"],
+        "ssd_copy_bytes_per_second": total / seconds["copy"],
+        "ssd_write_bytes_per_second": total / seconds["write"],
+        "ssd_read_bytes_per_second": total / seconds["read"],
+        "ssd_write_ratio": seconds["copy"] / seconds["write"],
+        "ssd_read_ratio": seconds["copy"] / seconds["read"],
+        "ssd_put_seconds": seconds["put"],
+        "ssd_close_seconds": seconds["close"],
     }
 
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
+from errno import EIO
 from pathlib import Path
 from typing import Protocol
 
@@ -156,10 +157,12 @@ def write_all(files: Files, descriptor: int, buffers: Sequence[memoryview]) -> N
     left = [buffer for buffer in buffers if buffer.nbytes]
     while left:
         written = files.write(descriptor, left)
+        if not written:
+            raise OSError(EIO, "nothing was written")
         while left and written >= left[0].nbytes:
             written -= left.pop(0).nbytes
         if left:
-            left[0] = left[0][written:]
+            left[0] = left[0].cast("B")[written:]
 
 
 def unlink_if_there(files: Files, path: Path) -> bool:

@@ -201,9 +201,9 @@ def _file_order(arrays: Sequence[HostArray]) -> list[int]:
 
 
 def _bytes_of(array: HostArray) -> memoryview:
-    if array.dtype.newbyteorder("=") not in _CODES or not array.dtype.isnative:
-        raise UnsupportedArray(array.dtype.name)
-    return array.reshape(-1).view(np.uint8).data
+    if array.dtype not in _CODES:
+        raise UnsupportedArray(array.dtype.str)
+    return np.ascontiguousarray(array).data
 
 
 def _head_json(entry: Entry, order: Sequence[int], checksum: str) -> bytes:

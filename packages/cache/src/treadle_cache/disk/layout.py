@@ -2,7 +2,7 @@
 
 index.db, index.db-wal, index.db-shm   the index
 lock                                   held while the directory is put in order or cleared
-entries/ab/abcd....safetensors         entries by digest
+entries/a/abcd....safetensors          entries by digest
 temp/<owner>-<digest>.tmp              entries that are being written
 temp/<owner>.lock                      held as long as the owner lives
 quarantine/                            damaged files, for people to look at
@@ -10,8 +10,6 @@ cleared-*/                             entries of a clear that is under way
 """
 
 from pathlib import Path
-
-from msgspec import Struct
 
 from treadle_cache.digests import DIGEST_BYTES
 from treadle_cache.disk.format import SUFFIX
@@ -23,44 +21,25 @@ LOCK_SUFFIX = ".lock"
 CLEARED_PREFIX = "cleared-"
 
 
-class Layout(Struct, frozen=True):
+class Layout:
     """The paths of a directory.
 
-    Attributes:
+    Args:
         root: The directory.
     """
 
-    root: Path
-
-    @property
-    def index(self) -> Path:
-        """The index."""
-        return self.root / INDEX_NAME
-
-    @property
-    def lock(self) -> Path:
-        """The lock of the directory."""
-        return self.root / "lock"
-
-    @property
-    def entries(self) -> Path:
-        """Where entries are."""
-        return self.root / "entries"
-
-    @property
-    def temp(self) -> Path:
-        """Where entries are written."""
-        return self.root / "temp"
-
-    @property
-    def quarantine(self) -> Path:
-        """Where damaged files are."""
-        return self.root / "quarantine"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.index = root / INDEX_NAME
+        self.lock = root / "lock"
+        self.entries = root / "entries"
+        self.temp = root / "temp"
+        self.quarantine = root / "quarantine"
 
     def entry(self, digest: bytes) -> Path:
         """The file of an entry."""
         name = digest.hex()
-        return self.entries / name[:2] / f"{name}{SUFFIX}"
+        return self.entries.joinpath(name[:1], f"{name}{SUFFIX}")
 
     def unfinished(self, owner: str, digest: bytes) -> Path:
         """The file in which ``owner`` writes an entry."""
@@ -78,7 +57,7 @@ class Layout(Struct, frozen=True):
 def digest_of(folder: str, name: str) -> bytes | None:
     """The digest that a file in ``entries`` is named for; None for a foreign name."""
     stem = name.removesuffix(SUFFIX)
-    if stem == name or len(stem) != 2 * DIGEST_BYTES or stem[:2] != folder or stem != stem.lower():
+    if stem == name or len(stem) != 2 * DIGEST_BYTES or stem[:1] != folder or stem != stem.lower():
         return None
     try:
         return bytes.fromhex(stem)

@@ -305,10 +305,13 @@ class Shelf:
         ours = change.figure("num_bytes")
         budget = limits.capacity_bytes - INDEX_SLACK_BYTES - self._overhead_bytes() - num_bytes
         free = self._files.free_bytes(self._layout.root) - limits.min_free_bytes - num_bytes
-        if budget < 0:
+        if budget < 0 and num_bytes:
             return "no_room"
         if free + ours < 0:
-            return "no_free_space"
+            if num_bytes:
+                return "no_free_space"
+            # Others have filled the file system: evicting all would not help.
+            free = 0
         while change.figure("num_bytes") > budget or free < 0:
             victim = change.oldest(keep)
             if victim is None:
