@@ -3,17 +3,23 @@
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from treadle_cache import CacheConfig, RamStore
-from treadle_core import Engine, EngineConfig, Finished, Request, SamplingParams
+from treadle_cache import CacheConfig, RamStore, TieredStore
+from treadle_cache.disk import DiskConfig, DiskTier
+from treadle_core import Engine, EngineConfig, Finished, Request, SamplingParams, TokenOut
 from treadle_core.layers import state_layout
-from treadle_core.mlx_runtime.load import make_runner
+from treadle_core.mlx_runtime.groups import RowGroup
+from treadle_core.mlx_runtime.load import ModelOptions, load, make_runner
+from treadle_core.mlx_runtime.runner import ModelRunner
+from treadle_core.plan import Open, Resize
 from treadle_core.ports import PrefixStore
+from treadle_core.prefix import PrefixKey
 from treadle_core.testing import zoo
 
 TOLERANCE = 1e-4
@@ -39,6 +45,12 @@ def expected_logits(family: str, tokens: tuple[int, ...]) -> np.ndarray:
 
 def ram_store(**options: Any) -> RamStore:
     return RamStore(CacheConfig(capacity_bytes=256 << 20, block_size=BLOCK, **options))
+
+
+def tiered_store(directory: Path, *, ram_bytes: int = 256 << 20) -> TieredStore:
+    disk = DiskConfig(directory=str(directory), capacity_bytes=256 << 20, min_free_bytes=0)
+    ram = RamStore(CacheConfig(capacity_bytes=ram_bytes, block_size=BLOCK))
+    return TieredStore(ram, DiskTier(disk))
 
 
 class Session:
@@ -167,3 +179,124 @@ def test_what_an_aborted_prefill_computed_is_kept(family: str) -> None:
     session.run()
     assert session.finished["aborted"].reason == "abort"
     assert session.ask("again", prompt, answer) >= 32
+
+
+@pytest.mark.parametrize("ram_bytes", [256 << 20, 0], ids=["ram", "no ram"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_comes_back_from_disk_after_a_restart(
+    family: str, ram_bytes: int, tmp_path: Path
+) -> None:
+    prompt, answer = tokens(13, 37), tokens(14, 5)
+    before = Session(family, tiered_store(tmp_path, ram_bytes=ram_bytes))
+    assert before.ask("cold", prompt, answer) == 0
+    before.engine.close()
+    after = Session(family, tiered_store(tmp_path, ram_bytes=ram_bytes))
+    others = {f"other {i}": (tokens(50 + i, 9 + 8 * i), tokens(60 + i, 12)) for i in range(2)}
+    for id, (asked, given) in others.items():
+        after.add(id, asked, given)
+    cached = after.ask("warm", prompt, answer)
+    assert cached == (36 if has_state(family) else full_blocks(36))
+    for id, (asked, given) in others.items():
+        after.check(id, asked, given)
+    after.engine.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        (family, dtype)
+        for family in ("llama", "gemma3", "lfm2", "mamba2_hybrid", "gpt_bigcode")
+        for dtype in (mx.float32, mx.float16, mx.bfloat16)
+    ]
+    # Their experts' matrices are multiplied in float32 only, on the CPU.
+    + [("deepseek_v3", mx.float32), ("qwen3_next", mx.float32)],
+    ids=str,
+)
+def test_a_row_comes_back_bit_by_bit(family: str, dtype: mx.Dtype, tmp_path: Path) -> None:
+    """One family of each kind of layer, through RAM and through disk."""
+    model = zoo.build(family)
+    model.set_dtype(dtype)
+    runner = make_runner(model, zoo.config(family))
+    layout = state_layout(runner.spec)
+    prompt = tokens(15, 45)
+    first = filled_row(runner, prompt)
+    key = PrefixKey(tokens=prompt[:40])
+    read = first.reader(0, 40)
+    expected = [*read.tokens(0, 40), *read.state()]
+    store = tiered_store(tmp_path)
+    store.attach(runner.fingerprint, layout)
+    store.insert(key, read, store.generation)
+    store.close()
+    again = tiered_store(tmp_path)
+    again.attach(runner.fingerprint, layout)
+    found = again.find(key, 40)
+    while not found.ready:
+        assert found.ticket is not None
+        again.wait(1.0)
+        found = again.poll(found.ticket) or found
+    assert found.num_tokens == 40
+    assert found.ticket is not None
+    second = filled_row(runner, ())
+    second.restore(0, again.load(found.ticket))
+    row = second.reader(0, 40)
+    restored = [*row.tokens(0, 40), *row.state()]
+    assert len(restored) == len(expected)
+    for one, other in zip(restored, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert one.tobytes() == other.tobytes()
+    again.close()
+
+
+def filled_row(runner: ModelRunner, prompt: Sequence[int]) -> RowGroup:
+    """A group of one row that holds the first 40 tokens of ``prompt``, or nothing."""
+    group = runner.new_group()
+    group.resize(Resize(0, 1, 64))
+    group.open(Open(0, 0))
+    if prompt:
+        group.prefill(0, prompt[:25], 0)
+        mx.eval(group.arrays())
+        group.prefill(0, prompt[25:40], 25)
+        mx.eval(group.arrays())
+    return group
+
+
+SYSTEM = "You are a helpful assistant. Answer in one short sentence. " * 2
+QUESTIONS = ("What is the capital of France?", "Name a colour.")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_smollm2_gives_the_same_tokens_cold_warm_and_from_disk(tmp_path: Path) -> None:
+    """Greedy, token for token; the second question joins while the first is answered."""
+    expected = ask_smollm2(smollm2(None))
+    for start in ("new", "restarted"):
+        engine = smollm2(tiered_store(tmp_path))
+        for turn in ("first", "again") if start == "new" else ("first",):
+            for question, (answer, cached) in ask_smollm2(engine).items():
+                assert answer == expected[question][0], (start, turn, question)
+                assert (cached >= 16) == ((start, turn, question) != ("new", "first", 0))
+        engine.close()
+
+
+def smollm2(store: PrefixStore | None) -> Engine:
+    loaded = load(ModelOptions())
+    return Engine(loaded.runner, tokenizer=loaded.tokenizer, store=store)
+
+
+def ask_smollm2(engine: Engine) -> dict[int, tuple[list[int], int]]:
+    """Tokens and number of reused ones of each question; the next begins beside the one before."""
+    found: dict[int, tuple[list[int], int]] = {}
+    given: dict[str, list[int]] = {}
+    for number, question in enumerate(QUESTIONS):
+        prompt = f"<|im_start|>user\n{SYSTEM}{question}<|im_end|>\n<|im_start|>assistant\n"
+        params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+        given[str(number)] = []
+        engine.add(Request(id=str(number), prompt=prompt, params=params))
+        while engine.has_work and (len(given[str(number)]) < 3 or number == len(QUESTIONS) - 1):
+            for event in engine.step():
+                if isinstance(event, TokenOut):
+                    given[event.request_id].append(event.token)
+                elif isinstance(event, Finished):
+                    id = event.request_id
+                    found[int(id)] = (given[id], event.usage.cached_tokens)
+    return found

@@ -203,11 +203,11 @@ class ModelRunner:
                     self._groups.pop(group, None)
                     return
                 if group not in self._groups:
-                    self._groups[group] = self._new_group()
+                    self._groups[group] = self.new_group()
                 self._groups[group].resize(change)
             case Open(group):
                 if group not in self._groups:
-                    self._groups[group] = self._new_group()
+                    self._groups[group] = self.new_group()
                 self._groups[group].open(change)
             case Promote(group):
                 self._groups[group].promote(change)
@@ -265,7 +265,7 @@ class ModelRunner:
         known = mx.array([-1 if d.token is None else d.token for d in decodes], dtype=mx.int32)
         return mx.where(known < 0, mx.take(self._last.tokens, index), known)
 
-    def _new_group(self) -> RowGroup:
+    def new_group(self) -> RowGroup:
         assert self._model is not None, "the runner is closed"
         if not self._spec.batched:
             return SoloGroup(self._model)
