@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from treadle_core.engine import Engine
+from treadle_core.layers import state_layout
 from treadle_core.plan import (
     Close,
     Decode,
@@ -27,7 +28,9 @@ from treadle_core.plan import (
     Prefill,
     Promote,
     Resize,
+    Restore,
     RowSetup,
+    Save,
     StepResult,
     Transfer,
 )
@@ -53,6 +56,7 @@ from treadle_core.prefix import (
 )
 from treadle_core.request import LogitsProcessor, Request, SamplingParams
 from treadle_core.testing.checks import EventChecker, pump
+from treadle_core.testing.prefixes import RecordingStore
 from treadle_core.testing.scripted import ScriptedRunner
 
 Oracle = Callable[[Sequence[int], int], list[int]]
@@ -486,6 +490,44 @@ class RunnerContract:
         assert rows.sampled(A) == expected
         assert seen == [tuple(expected[:n]) for n in range(3)]
 
+    def test_a_row_that_was_stored_goes_on_in_another(self, runner: Runner, oracle: Oracle) -> None:
+        """Stored after its prompt, and when it leaves; restored beside a row that decodes."""
+        store = RecordingStore()
+        store.attach(runner.fingerprint, state_layout(runner.spec))
+        runner.use(store)
+        rows = Rows(runner)
+        rows.open(A, self.PROMPTS[0])
+        rows.prefill(A)
+        rows.save(A)
+        rows.promote(A)
+        for _ in range(4):
+            rows.submit()
+        rows.read_all()
+        rows.save(A)
+        rows.close(A, [])
+        rows.open(B, self.PROMPTS[1])
+        rows.prefill(B)
+        rows.promote(B)
+        rows.submit()
+        rows.open(A, (*self.PROMPTS[0], *rows.sampled(A)))
+        found = rows.restore(A, store)
+        rows.prefill(A)
+        rows.promote(A)
+        for _ in range(3):
+            rows.submit()
+        rows.read_all()
+
+        assert found == len(self.PROMPTS[0]) + 3
+        assert rows.sampled(A) == oracle(self.PROMPTS[0], 7)[4:]
+        assert rows.sampled(B) == oracle(self.PROMPTS[1], 4)
+        assert [len(tokens) for tokens in store.inserted] == [len(self.PROMPTS[0]) - 1, found]
+
+    def test_one_model_has_one_fingerprint(self, runner: Runner) -> None:
+        """However often it is asked for."""
+        first, second = runner.fingerprint, runner.fingerprint
+        assert first
+        assert first == second
+
     def test_results_name_their_plan_and_its_cost(self, runner: Runner) -> None:
         """A time for each chunk, in the plan's order."""
         rows = Rows(runner)
@@ -601,6 +643,27 @@ class Rows:
             tokens = prompt[start:stop]
             self._work.append(Prefill(key=key, group=group, row=row, tokens=tokens, start=start))
             self._written[key] = stop
+
+    def save(self, key: Key) -> None:
+        """Store all that a row holds."""
+        group, row = self._place(key)
+        tokens = (*self.prompts[key], *self._output[key])[: self._written[key]]
+        prefix = PrefixKey(tokens=tokens)
+        self._work.append(Save(key=key, group=group, row=row, prefix=prefix, generation=0))
+
+    def restore(self, key: Key, store: PrefixStore) -> int:
+        """Fill an open row from a store, as far as possible but its last token; how far."""
+        prompt = self.prompts[key]
+        found = store.find(PrefixKey(tokens=prompt), len(prompt) - 1)
+        assert found.ticket is not None, f"nothing is stored of {prompt}"
+        group, row = self._place(key)
+        self._work.append(
+            Restore(
+                key=key, group=group, row=row, ticket=found.ticket, num_tokens=found.num_tokens
+            )
+        )
+        self._written[key] = found.num_tokens
+        return found.num_tokens
 
     def promote(self, key: Key) -> None:
         """A prefilled row decodes from now on."""
