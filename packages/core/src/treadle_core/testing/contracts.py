@@ -658,9 +658,7 @@ class Rows:
         assert found.ticket is not None, f"nothing is stored of {prompt}"
         group, row = self._place(key)
         self._work.append(
-            Restore(
-                key=key, group=group, row=row, ticket=found.ticket, num_tokens=found.num_tokens
-            )
+            Restore(key=key, group=group, row=row, ticket=found.ticket, num_tokens=found.num_tokens)
         )
         self._written[key] = found.num_tokens
         return found.num_tokens
