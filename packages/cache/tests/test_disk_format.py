@@ -17,21 +17,7 @@ from treadle_cache.entries import Entry, EntryName
 NAME = EntryName(kind="checkpoint", root=ROOT, digest=digest_of(7), parent=ROOT, num_tokens=41)
 
 dtypes = st.sampled_from(
-    [
-        "bool",
-        "uint8",
-        "int8",
-        "uint16",
-        "int16",
-        "float16",
-        "uint32",
-        "int32",
-        "float32",
-        "uint64",
-        "int64",
-        "float64",
-        "complex64",
-    ]
+    "bool uint8 int8 uint16 int16 float16 uint32 int32 float32 uint64 int64 float64 complex64".split()
 )
 some_arrays = st.lists(
     dtypes.flatmap(lambda dtype: arrays.arrays(dtype, arrays.array_shapes(min_dims=0, min_side=0))),
