@@ -211,10 +211,11 @@ def _entry_files(files: Files, layout: Layout) -> Iterator[tuple[Path, Found]]:
 
 def _last_uses(layout: Layout) -> dict[bytes, float]:
     """When each entry of the index was last used, in seconds; none if it cannot be read."""
+    # Not mode=ro: such a connection leaves the files of the log behind when it closes.
     query = f"SELECT digest, used FROM entries WHERE state = {State.READY:d}"
     try:
         with closing(
-            sqlite3.connect(f"{layout.index.absolute().as_uri()}?mode=ro", uri=True)
+            sqlite3.connect(f"{layout.index.absolute().as_uri()}?mode=rw", uri=True)
         ) as db:
             return {digest: used / 1e6 for digest, used in db.execute(query)}
     except sqlite3.Error:

@@ -1,0 +1,218 @@
+"""Two processes, or two tiers of one, on the same directory.
+
+Run as a script, this file is the other process.
+"""
+
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from treadle_cache.disk import DiskConfig, DiskTier, verify
+from treadle_cache.disk.files import RealFiles, tree_bytes
+from treadle_cache.disk.testing import (
+    ROOT,
+    Call,
+    WatchedFiles,
+    digest_of,
+    make_entry,
+    same_entry,
+)
+
+CAPACITY_BYTES = 3 << 20
+NUM_BYTES = 120_000
+NUMBERS = range(30)
+
+Make = Callable[..., DiskTier]
+
+
+def open_tier(
+    directory: Path, files: WatchedFiles | None = None, capacity_bytes: int = CAPACITY_BYTES
+) -> DiskTier:
+    config = DiskConfig(directory=str(directory), capacity_bytes=capacity_bytes, min_free_bytes=0)
+    return DiskTier(config, files=files)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    with ExitStack() as stack:
+
+        def make(files: WatchedFiles | None = None, capacity_bytes: int = 8 << 20) -> DiskTier:
+            tier = open_tier(tmp_path / "tier", files, capacity_bytes)
+            stack.callback(tier.close)
+            return tier
+
+        yield make
+
+
+def has(tier: DiskTier, number: int) -> bool:
+    digest = digest_of(number)
+    (entry,) = tier.read([digest]).result()
+    assert entry is None or same_entry(entry, make_entry(number))
+    assert (entry is not None) == (digest in tier.present([digest]))
+    return entry is not None
+
+
+def put(tier: DiskTier, number: int) -> None:
+    tier.put(make_entry(number))
+    tier.flush()
+
+
+def test_each_sees_what_the_other_writes(make: Make) -> None:
+    left, right = make(), make()
+    put(left, 1)
+    checkpoint = make_entry(2, kind="checkpoint")
+    right.put(checkpoint)
+    right.flush()
+    assert has(right, 1)
+    assert left.checkpoints([ROOT]) == [checkpoint.name]
+
+
+def test_the_same_entry_is_written_once(make: Make) -> None:
+    left, right = make(), make()
+    put(left, 1)
+    put(right, 1)
+    assert left.stats()["written"] == right.stats()["duplicate"] == 1
+
+
+def test_a_clear_is_one_for_both(make: Make) -> None:
+    left, right = make(), make()
+    put(left, 1)
+    put(right, 2)
+    left.clear()
+    assert not any(has(tier, number) for tier in (left, right) for number in (1, 2))
+    put(right, 2)
+    assert has(left, 2)
+
+
+def test_a_clear_reaches_what_the_other_has_waiting(make: Make) -> None:
+    left = make()
+
+    def clear_first(call: Call, path: Path) -> None:
+        # Between the room that is made for an entry, and its file.
+        if call == "create":
+            left.clear()
+
+    right = make(WatchedFiles(clear_first))
+    for number in range(3):
+        right.put(make_entry(number))
+    right.flush()
+    assert right.stats()["cleared"] == 3
+    assert not any(has(tier, number) for tier in (left, right) for number in range(3))
+    right.close()
+    left.close()
+    assert not any(has(make(), number) for number in range(3))
+
+
+def test_what_waits_is_not_found_after_the_other_has_cleared(make: Make) -> None:
+    left = make()
+    seen: list[set[bytes]] = []
+
+    def look(call: Call, path: Path) -> None:
+        if call == "create" and not seen:
+            left.clear()
+            seen.append(right.present([digest_of(0), digest_of(1)]))
+            assert right.read([]).done is False
+
+    right = make(WatchedFiles(look))
+    right.put(make_entry(0))
+    right.flush()
+    assert seen == [set()]
+
+
+def test_an_entry_that_the_other_evicts_is_a_miss(make: Make) -> None:
+    left, right = make(), make(capacity_bytes=2 << 20)
+    for number in range(12):
+        left.put(make_entry(number, num_bytes=200_000))
+    left.flush()
+    right.put(make_entry(20, num_bytes=200_000))
+    right.flush()
+    found = left.read([digest_of(number) for number in range(12)]).result()
+    assert found[0] is None
+    assert same_entry(found[11], make_entry(11, num_bytes=200_000))
+
+
+def test_what_a_living_process_is_writing_is_left_alone(make: Make, tmp_path: Path) -> None:
+    opened: list[DiskTier] = []
+
+    def open_another(call: Call, path: Path) -> None:
+        if call == "rename" and not opened:
+            opened.append(make())
+
+    tier = make(WatchedFiles(open_another))
+    put(tier, 1)
+    assert opened[0].stats().get("stale_removed", 0) == 0
+    assert has(opened[0], 1)
+
+
+def hammer(directory: Path, seed: int, seconds: float) -> None:
+    """Use a tier in any way for a while; nothing raises, and what is read is equal."""
+    chance = random.Random(seed)
+    tier = open_tier(directory)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        number = chance.choice(NUMBERS)
+        digests = [digest_of(number), digest_of(chance.choice(NUMBERS))]
+        tier.put(make_entry(number, num_bytes=NUM_BYTES))
+        for digest, entry in zip(digests, tier.read(digests).result(), strict=True):
+            other = int.from_bytes(digest, "big")
+            assert entry is None or same_entry(entry, make_entry(other, num_bytes=NUM_BYTES))
+        if chance.random() < 0.02:
+            tier.clear()
+        assert tree_bytes(RealFiles(), directory) <= CAPACITY_BYTES
+    tier.close()
+    stats = tier.stats()
+    bad = [name for name in stats if name.startswith(("damaged", "index_", "write_failures"))]
+    assert not bad, stats
+    assert stats["written"] > 5
+
+
+def start(directory: Path, seed: int, seconds: float) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, __file__, str(directory), str(seed), str(seconds)],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_two_processes_at_once(tmp_path: Path) -> None:
+    directory = tmp_path / "tier"
+    other = start(directory, 1, 1.0)
+    try:
+        hammer(directory, 2, 1.5)
+        _, errors = other.communicate(timeout=20)
+    finally:
+        other.kill()
+        other.wait()
+    assert other.returncode == 0, errors
+    checked = verify(directory)
+    assert (checked.num_damaged, checked.num_orphaned, checked.num_missing) == ({}, 0, 0)
+
+
+@pytest.mark.slow
+def test_a_process_killed_at_any_time_does_not_disturb_the_other(tmp_path: Path) -> None:
+    directory = tmp_path / "tier"
+    chance = random.Random(3)
+    for seed in range(3):
+        other = start(directory, seed, 20)
+        while not (directory / "index.db").exists():
+            time.sleep(0.01)
+        hammer(directory, 10 + seed, 0.3 + chance.random() / 2)
+        other.kill()
+        _, errors = other.communicate(timeout=20)
+        assert not errors
+    tier = open_tier(directory)
+    tier.close()
+    checked = verify(directory)
+    assert (checked.num_damaged, checked.num_orphaned, checked.num_missing) == ({}, 0, 0)
+    assert tree_bytes(RealFiles(), directory) <= CAPACITY_BYTES
+
+
+if __name__ == "__main__":
+    hammer(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
