@@ -905,3 +905,79 @@ def test_the_integrity_walk_notices_damage(damage: str) -> None:
 
     with pytest.raises(AssertionError):
         index.check_integrity()
+
+
+def test_what_is_reached_and_peeked_is_neither_counted_nor_refreshed() -> None:
+    index = with_checkpoints(8, 2)
+    insert(index, "abcdefghij", checkpoint=True)
+    before = index.stats
+    its = chain("abcdefghijkl")
+    assert index.reach(its, 3).num_tokens == 8
+    assert index.reach(its, 1).slots == (0,)
+    assert [index.peek(its, limit=limit) for limit in (12, 10, 9, -1)] == [10, 10, 0, 0]
+    assert index.stats == before
+    assert index.pin(index.reach(its, 2)) is not None
+    assert index.num_pinned_slots == 2
+    index.check_integrity()
+
+
+def test_entries_are_described_newest_first_and_adopted_by_another_index() -> None:
+    index = with_checkpoints(8, 4)
+    insert(index, "abcdef", checkpoint=True)
+    insert(index, "abcdefghij", checkpoint=True)
+    insert(index, "wxyz", checkpoint=True)
+    described = index.entries()
+    assert [entry.num_tokens for entry in described] == [4, 4, 4, 8, 10, 6]
+    assert described[4].extends == described[5].digest
+    other = with_checkpoints(8, 4)
+    ages = {entry.digest: age for age, entry in enumerate(described, 1)}
+    for entry in sorted(described, key=lambda entry: entry.num_tokens):
+        assert other.adopt(entry, age=ages[entry.digest]) is not None
+        other.check_integrity()
+    assert [entry.digest for entry in other.entries()] == [entry.digest for entry in described]
+    assert lookup(other, "abcdefghijk").num_tokens == 10
+    (gone,) = other.evict(1)
+    assert gone.digest == chain("abcdef").end(6)
+
+
+def test_what_is_adopted_has_something_to_hang_on() -> None:
+    index = with_checkpoints(8, 4)
+    insert(index, "abcdefghij", checkpoint=True)
+    first, second, end = sorted(index.entries(), key=lambda entry: entry.num_tokens)
+    other = with_checkpoints(2, 1)
+    assert other.adopt(second, age=1) is None
+    assert other.adopt(end, age=1) is None
+    assert other.adopt(first, age=9) is not None
+    assert other.adopt(first, age=9) is None
+    # It is used with its parent, so it cannot have been used later.
+    assert other.adopt(second, age=1) is not None
+    other.check_integrity()
+    assert other.adopt(end, age=1) is not None
+    other.check_integrity()
+    full = with_checkpoints(1, 0)
+    assert full.adopt(first, age=1) is not None
+    assert full.adopt(second, age=1) is None
+    full.check_integrity()
+
+
+def test_blocks_at_the_head_of_a_chain_have_their_own_size() -> None:
+    index = PrefixIndex(
+        block_size=SIZE,
+        block_bytes=100,
+        capacity=2 * (1000 + BLOCK_METADATA_BYTES) + 2 * BLOCK,
+        needs_checkpoints=False,
+        head_blocks=2,
+        head_block_bytes=1000,
+    )
+    assert len(insert(index, "abcdefghijklmnopqrst").new) == 4
+    assert index.used_bytes == index.capacity
+    index.evict(1)
+    assert index.used_bytes == index.capacity - BLOCK
+    index.clear()
+    assert index.used_bytes == 0
+    assert len(insert(index, "abcdefgh").new) == 2
+    pin = index.pin(lookup(index, "abcdefghi"))
+    assert pin is not None
+    assert insert(index, "ABCD").refused == "no_room"
+    index.release(pin)
+    index.check_integrity()

@@ -1,5 +1,6 @@
 """What a RAM store keeps, gives back, and gives up."""
 
+import tracemalloc
 from time import perf_counter
 
 import numpy as np
@@ -282,6 +283,25 @@ def test_a_checkpoint_pays_for_its_bookkeeping() -> None:
     its = key("ab")
     row = insert(store, its, RECURRENT)
     assert store.stats().used_bytes == row.state_bytes + CHECKPOINT_METADATA_BYTES
+
+
+def test_memory_goes_back_when_entries_go() -> None:
+    layout = layout_of("float32", heads=4, dim=64)
+    block = SIZE * layout.token_bytes
+    store = store_for(layout, 8 * (block + BLOCK_METADATA_BYTES))
+    store.insert(key("abcd"), TokenRow(key("abcd"), layout), 0)
+    tracemalloc.start()
+    try:
+        for number in range(64):
+            its = PrefixKey(tokens=tuple(range(number, number + SIZE)))
+            store.insert(its, TokenRow(its, layout), 0)
+        full, _ = tracemalloc.get_traced_memory()
+        store.clear()
+        empty, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 7 * block < full < 8 * (block + BLOCK_METADATA_BYTES) + 16_384
+    assert full - empty > 7 * block
 
 
 def test_a_long_prefix_is_assembled_quickly() -> None:

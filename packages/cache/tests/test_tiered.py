@@ -172,6 +172,7 @@ def test_what_ram_alone_could_serve_is_never_lost() -> None:
     other.keep("abcde", "abcdefghij")
     tiers.slow.entries.update(other.slow.entries)
     tiers.slow.damaged.add(tiers.end("abcdefghij"))
+    del tiers.slow.entries[tiers.end("abcde")]
     prefix = tiers.find("abcdefghijkl")
     assert prefix.num_tokens == 10
     tiers.ram.resize(0)
