@@ -28,6 +28,7 @@ from treadle_core.events import (
     TokenOut,
     Usage,
 )
+from treadle_core.layers import Recurrent
 from treadle_core.request import Request, SamplingParams
 from treadle_core.sequence import Sequence as Row
 from treadle_core.testing import (
@@ -37,6 +38,7 @@ from treadle_core.testing import (
     ListConstraint,
     ManualClock,
     RecordingObserver,
+    RecordingStore,
     ScriptedConstraint,
     ScriptedRunner,
     answers,
@@ -48,6 +50,9 @@ from treadle_core.testing.fakes import BEGIN, END, PAD, VOCAB_SIZE
 
 PROMPT = (1, 2, 3)
 SCRIPT = hashed(250)
+STATEFUL = replace(
+    SMALL_SPEC, layers=(*SMALL_SPEC.layers, Recurrent(shapes=((1,),), dtypes=("float32",)))
+)
 
 
 def make_engine(
@@ -1037,3 +1042,11 @@ def test_special_tokens_add_no_text() -> None:
     checker = run(make_engine([65, PAD, 66, BEGIN]), make_request(max_tokens=4))
 
     assert checker.text[("r", 0)] == "AB"
+
+
+def test_boundaries_are_of_use_where_states_cannot_be_cut() -> None:
+    plain, stateful = ScriptedRunner(SCRIPT), ScriptedRunner(SCRIPT, spec=STATEFUL)
+    assert not Engine(plain).keeps_checkpoints
+    assert not Engine(stateful).keeps_checkpoints
+    assert not Engine(plain, store=RecordingStore()).keeps_checkpoints
+    assert Engine(stateful, store=RecordingStore()).keeps_checkpoints

@@ -25,7 +25,7 @@ from treadle_core.mlx_runtime.load import (
     resolve,
 )
 from treadle_core.mlx_runtime.open import open_engine
-from treadle_core.testing import zoo
+from treadle_core.testing import RecordingStore, zoo
 
 from .test_gguf import write_gguf
 
@@ -81,6 +81,29 @@ def test_an_engine_is_opened_with_a_budget_that_the_machine_has(checkpoint: Path
     assert isinstance(loaded, LoadedModel)
     assert engine.tokenizer is loaded.tokenizer
     assert collect(events)["a", 0].reason == "length"
+
+
+def test_an_engine_is_opened_over_a_store_which_is_closed_with_it(checkpoint: Path) -> None:
+    store = RecordingStore()
+    engine, _ = open_engine(
+        ModelOptions(model=str(checkpoint)), memory_utilization=0.5, make_store=lambda: store
+    )
+
+    run(engine, [Request(id="a", prompt=PROMPT, params=GREEDY)])
+    found = collect(run(engine, [Request(id="b", prompt=PROMPT, params=GREEDY)]))["b", 0]
+
+    assert found.usage is not None
+    assert found.usage.cached_tokens == len(PROMPT) - 1
+    assert not store.closed
+    engine.close()
+    assert store.closed
+
+
+def test_a_store_is_closed_when_its_model_cannot_be_loaded() -> None:
+    store = RecordingStore()
+    with pytest.raises(ModelLoadError):
+        open_engine(ModelOptions(model="/no/such/model"), make_store=lambda: store)
+    assert store.closed
 
 
 def test_a_bound_on_kept_tokens_reaches_the_layers(checkpoint: Path) -> None:

@@ -8,18 +8,21 @@ import anyio
 import pytest
 from anyio.streams.memory import MemoryObjectReceiveStream
 from blockbuster import BlockBuster, blockbuster_ctx
+from msgspec.structs import replace
 
 from treadle_core.engine import Engine, EngineConfig
 from treadle_core.errors import DuplicateRequest, EngineClosed, InvalidRequest, QueueFull
 from treadle_core.events import Event, Failed, Finished, TokenOut
 from treadle_core.loop import AsyncEngine
 from treadle_core.plan import Plan, StepResult
+from treadle_core.ports import PrefixStore
 from treadle_core.request import Request, SamplingParams
 from treadle_core.testing import (
     ByteTokenizer,
     EventChecker,
     Fault,
     RecordingObserver,
+    RecordingStore,
     ScriptedRunner,
     expected_tokens,
     hashed,
@@ -616,3 +619,60 @@ async def test_a_command_that_exits_fails_for_its_caller_alone() -> None:
             events = await engine.generate(make_request(max_tokens=3))
 
     assert isinstance(events[-1], Finished)
+
+
+# Prefixes
+
+
+def make_storing_engine(store: PrefixStore) -> AsyncEngine:
+    return AsyncEngine(lambda: Engine(ScriptedRunner(SCRIPT), store=store))
+
+
+def cached_tokens(events: list[Event]) -> int:
+    (ending,) = [event for event in events if isinstance(event, Finished)]
+    return ending.usage.cached_tokens
+
+
+async def test_nothing_that_was_computed_before_a_clear_is_found_after_it() -> None:
+    request = make_request("one", length=40, max_tokens=3)
+    running = make_request("two", length=40, max_tokens=500)
+    again = [
+        replace(other, id=f"{other.id} again", params=SamplingParams(max_tokens=1))
+        for other in (request, running)
+    ]
+
+    async with make_storing_engine(RecordingStore()) as engine:
+        await engine.generate(request)
+        async with engine.open(running) as events:
+            # It has computed its prompt, and will be done with its answer after the clear.
+            await anext(events)
+            await engine.clear_prefixes()
+            async for _ in events:
+                pass
+        found = [cached_tokens(await engine.generate(other)) for other in again]
+        repeated = [
+            cached_tokens(await engine.generate(replace(other, id="third"))) for other in again
+        ]
+
+    assert found == [0, 0]
+    assert repeated == [39, 39]
+
+
+async def test_figures_of_the_store_are_there_without_waiting_for_a_step() -> None:
+    async with make_storing_engine(RecordingStore()) as engine:
+        await engine.generate(make_request("one", length=40, max_tokens=3))
+        stats = await engine.prefix_stats()
+        assert stats is not None
+        assert stats.num_entries > 0
+        await engine.clear_prefixes()
+        stats = await engine.prefix_stats()
+        assert stats is not None
+        assert stats.num_entries == 0
+    with pytest.raises(EngineClosed):
+        await engine.prefix_stats()
+
+
+async def test_without_a_store_there_is_nothing_to_count_or_clear() -> None:
+    async with make_engine() as engine:
+        assert await engine.prefix_stats() is None
+        await engine.clear_prefixes()

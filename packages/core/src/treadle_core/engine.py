@@ -33,7 +33,7 @@ from treadle_core.ports import (
     Runner,
     Tokenizer,
 )
-from treadle_core.prefix import PrefixKey
+from treadle_core.prefix import PrefixKey, PrefixStats
 from treadle_core.request import Request, check_float, check_int
 from treadle_core.reuse import Reuse
 from treadle_core.scheduler import Limits, Scheduler
@@ -235,6 +235,11 @@ class Engine:
         """Queue and rows, for those who look inside."""
         return self._scheduler
 
+    @property
+    def keeps_checkpoints(self) -> bool:
+        """Whether states are stored that cannot be cut later, so that boundaries are of use."""
+        return self._store is not None and state_layout(self._runner.spec).has_state
+
     def add(self, request: Request) -> None:
         """Accept a request, or raise and change nothing.
 
@@ -335,6 +340,18 @@ class Engine:
             completion_tokens=completion,
             last_step=self._last_step,
         )
+
+    def prefix_stats(self) -> PrefixStats | None:
+        """Figures of the prefix store, or None without one. May be called from any thread."""
+        return None if self._store is None else self._store.stats()
+
+    def clear_prefixes(self) -> None:
+        """Forget every stored state: no later lookup finds anything that was computed until now.
+
+        Requests that run go on, and what they hold already stays theirs.
+        """
+        if self._store is not None:
+            self._store.clear()
 
     def check_integrity(self) -> None:
         """Assert that queue, rows and answers agree."""

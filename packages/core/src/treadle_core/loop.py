@@ -15,6 +15,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from treadle_core.engine import Engine, EngineStats
 from treadle_core.errors import EngineClosed, describe
 from treadle_core.events import Event, Failed, Finished, Timings, Usage
+from treadle_core.prefix import PrefixStats
 from treadle_core.request import Request
 
 T = TypeVar("T")
@@ -165,6 +166,23 @@ class AsyncEngine:
             Whether it was unfinished.
         """
         return await self.call(lambda engine: self._abort(engine, request_id))
+
+    async def prefix_stats(self) -> PrefixStats | None:
+        """Figures of the prefix store, or None without one; waits for no step.
+
+        Raises:
+            EngineClosed: It was not started or has ended.
+        """
+        # In a thread of its own: a tier on disk may have to look there.
+        return await anyio.to_thread.run_sync(self.engine.prefix_stats)
+
+    async def clear_prefixes(self) -> None:
+        """As :meth:`Engine.clear_prefixes`; when this returns, it is done.
+
+        Raises:
+            EngineClosed: The owner thread has ended.
+        """
+        await self.call(Engine.clear_prefixes)
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         """Run ``function`` on the owner thread between two steps and return its result.

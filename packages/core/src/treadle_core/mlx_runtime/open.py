@@ -1,14 +1,15 @@
 """One call from options to a running engine."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from msgspec.structs import replace
 
 from treadle_core.engine import Engine, EngineConfig
 from treadle_core.mlx_runtime.load import LoadedModel, ModelOptions, load
 from treadle_core.mlx_runtime.memory import kv_budget, wire_memory
-from treadle_core.ports import Observer
+from treadle_core.ports import Observer, PrefixStore
 
 logger = logging.getLogger("treadle")
 
@@ -19,6 +20,7 @@ def open_engine(
     *,
     memory_utilization: float = 0.9,
     observers: Sequence[Observer] = (),
+    make_store: Callable[[], PrefixStore | None] | None = None,
 ) -> tuple[Engine, LoadedModel]:
     """Load a model and make an engine over it, both owned by the calling thread.
 
@@ -28,17 +30,31 @@ def open_engine(
             ``memory_utilization`` leaves.
         memory_utilization: Share of the device's memory to use, weights included.
         observers: Are told what happens.
+        make_store: Makes the engine's prefix store, or none. It is called here, because a store
+            belongs to the engine's thread, and before the model is loaded, so that one that cannot
+            be made is told at once; if anything fails after it, the store is closed.
 
     Raises:
         ModelLoadError: The checkpoint cannot be used.
         Unsupported: An option cannot be honoured.
     """
     config = config or EngineConfig()
-    wire_memory()
-    loaded = load(options or ModelOptions())
-    if loaded.runner.spec.note:
-        logger.warning("%s: %s", loaded.name, loaded.runner.spec.note)
-    if config.kv_memory_bytes is None:
-        config = replace(config, kv_memory_bytes=kv_budget(memory_utilization))
-    engine = Engine(loaded.runner, tokenizer=loaded.tokenizer, config=config, observers=observers)
-    return engine, loaded
+    with ExitStack() as undo:
+        store = make_store() if make_store is not None else None
+        if store is not None:
+            undo.callback(store.close)
+        wire_memory()
+        loaded = load(options or ModelOptions())
+        if loaded.runner.spec.note:
+            logger.warning("%s: %s", loaded.name, loaded.runner.spec.note)
+        if config.kv_memory_bytes is None:
+            config = replace(config, kv_memory_bytes=kv_budget(memory_utilization))
+        engine = Engine(
+            loaded.runner,
+            tokenizer=loaded.tokenizer,
+            config=config,
+            observers=observers,
+            store=store,
+        )
+        undo.pop_all()
+        return engine, loaded
