@@ -17,7 +17,7 @@ from blockbuster import blockbuster_ctx
 from starlette.types import ASGIApp, Message
 
 from treadle_core import AsyncEngine, Engine, InvalidRequest
-from treadle_core.ports import Observer, Runner, Tokenizer
+from treadle_core.ports import Observer, PrefixStore, Runner, Tokenizer
 from treadle_core.testing import zoo
 from treadle_core.testing.fakes import BEGIN, END, ByteTokenizer
 from treadle_core.testing.scripted import ScriptedRunner
@@ -140,6 +140,7 @@ def serve() -> Serve:
         headers: Mapping[str, str] | None = None,
         tokenizer: Tokenizer | None = None,
         observers: Sequence[Observer] = (),
+        store: PrefixStore | None = None,
     ) -> AsyncGenerator[Served]:
         config = config or ServeConfig()
         script = Fixed(model) if isinstance(model, str) else model
@@ -150,6 +151,7 @@ def serve() -> Serve:
                 tokenizer=tokenizer or ChatByteTokenizer(),
                 config=config.engine,
                 observers=observers,
+                store=store,
             )
         )
         app = create_app(engine, config)
@@ -322,7 +324,7 @@ def process(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Gener
         yield ready
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def launch() -> Callable[..., Any]:
     """Starts a server of the test's own."""
     return running

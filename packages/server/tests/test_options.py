@@ -26,8 +26,30 @@ REFERENCE_FLAGS = (
     "gpu-memory-utilization context-length adapter-path trust-remote-code offline stream-interval "
     "max-tokens max-request-tokens default-temperature default-top-p default-top-k default-min-p "
     "default-presence-penalty default-repetition-penalty timeout api-key max-body-bytes "
-    "stall-seconds log-level"
+    "stall-seconds log-level disable-prefix-cache cache-memory-mb cache-memory-percent "
+    "kv-cache-quantization kv-cache-quantization-bits kv-cache-quantization-group-size "
+    "kv-cache-min-quantize-tokens paged-cache-block-size ssd-cache-dir ssd-cache-max-gb "
+    "warm-prompts"
 ).split()
+
+OWN_FLAGS = {"default-chat-template-kwargs", "ageing-seconds", "checkpoint-interval", "cache-save"}
+
+# What else has to be said for a flag to mean something.
+NEEDED = {
+    "ageing_seconds": ["--policy", "priority"],
+    "kv_cache_quantization_bits": ["--kv-cache-quantization"],
+    "kv_cache_quantization_group_size": ["--kv-cache-quantization"],
+    "kv_cache_min_quantize_tokens": ["--kv-cache-quantization"],
+    "ssd_cache_max_gb": ["--ssd-cache-dir", "d"],
+}
+
+# One of each pair excludes the other, so that not all fit into one file.
+LEFT_OUT = (
+    "gpu_memory_utilization",
+    "max_decode_stall_ms",
+    "disable_prefix_cache",
+    "cache_memory_percent",
+)
 
 VALUES: dict[str, Any] = {
     "adapter_path": "adapters",
@@ -42,6 +64,12 @@ VALUES: dict[str, Any] = {
     "system": "s",
     "stop": ("a", "b"),
     "gpu_memory_utilization": 0.5,
+    "cache_memory_percent": 0.5,
+    "kv_cache_quantization_bits": 4,
+    "kv_cache_quantization_group_size": 32,
+    "ssd_cache_dir": "d",
+    "cache_save": "f",
+    "warm_prompts": "w",
     "max_num_batched_tokens": 9000,
     "default_presence_penalty": 1.5,
     "default_top_p": 0.5,
@@ -80,12 +108,12 @@ def found_in(config: Any, option: Option) -> Any:
 def test_the_flags_of_the_reference_are_all_there() -> None:
     flags = {option.flag.removeprefix("--") for option in SERVE_OPTIONS}
     assert set(REFERENCE_FLAGS) <= flags
-    assert flags - set(REFERENCE_FLAGS) == {"default-chat-template-kwargs", "ageing-seconds"}
+    assert flags - set(REFERENCE_FLAGS) == OWN_FLAGS
 
 
 @pytest.mark.parametrize("option", SERVE_OPTIONS, ids=lambda option: option.field)
 def test_every_flag_of_serve_changes_its_setting_alone(option: Option) -> None:
-    needed = ["--policy", "priority"] if option.field == "ageing_seconds" else []
+    needed = NEEDED.get(option.field, [])
     config, plain = serve_of(*spelled(option), *needed), serve_of(*needed)
     assert found_in(config, option) == value_of(option)
     assert found_in(config, option) != found_in(plain, option)
@@ -107,7 +135,7 @@ def test_every_flag_of_run_changes_its_setting(option: Option) -> None:
 def test_a_file_says_everything_that_flags_say(tmp_path: Path, dashes: bool) -> None:
     lines: list[str] = []
     for option in SERVE_OPTIONS:
-        if option.field in ("gpu_memory_utilization", "max_decode_stall_ms"):
+        if option.field in LEFT_OUT:
             continue
         key = option.field.replace("_", "-") if dashes else option.field
         value = value_of(option)
@@ -122,7 +150,7 @@ def test_a_file_says_everything_that_flags_say(tmp_path: Path, dashes: bool) -> 
     path.write_text("\n".join(lines))
     config = serve_config(from_file(path, SERVE_OPTIONS))
     for option in SERVE_OPTIONS:
-        if option.field not in ("gpu_memory_utilization", "max_decode_stall_ms"):
+        if option.field not in LEFT_OUT:
             assert found_in(config, option) == value_of(option), option.field
 
 
@@ -182,6 +210,22 @@ def test_flags_win_over_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
             "exclude each other",
         ),
         (["--max-num-seqs", "9000"], "must exceed max_num_seqs"),
+        (["--disable-prefix-cache", "--ssd-cache-dir", "d"], "exclude each other"),
+        (["--disable-prefix-cache", "--cache-memory-mb", "5"], "exclude each other"),
+        (["--disable-prefix-cache", "--warm-prompts", "f"], "exclude each other"),
+        (["--disable-prefix-cache", "--checkpoint-interval", "64"], "exclude each other"),
+        (["--cache-memory-mb", "5", "--cache-memory-percent", "0.5"], "exclude each other"),
+        (["--cache-memory-mb", "0"], "keeps nothing unless ssd_cache_dir is given"),
+        (["--cache-memory-mb", "-1"], "cache_memory_mb: got -1"),
+        (["--cache-memory-percent", "20"], "cache_memory_percent: got 20.0"),
+        (["--kv-cache-quantization-bits", "4"], "means nothing without kv_cache_quantization"),
+        (["--kv-cache-min-quantize-tokens", "4"], "means nothing without kv_cache_quantization"),
+        (["--kv-cache-quantization", "--kv-cache-quantization-bits", "2"], "expected 8 or 4"),
+        (["--paged-cache-block-size", "0"], "paged_cache_block_size: got 0"),
+        (["--ssd-cache-max-gb", "4"], "ssd_cache_max_gb means nothing without ssd_cache_dir"),
+        (["--ssd-cache-dir", "d", "--ssd-cache-max-gb", "0"], "ssd_cache_max_gb: got 0"),
+        (["--ssd-cache-dir", ""], "ssd_cache_dir: got '', expected a path"),
+        (["--checkpoint-interval", "0"], "checkpoint_interval: got 0"),
         (["--timeout", "-1"], "timeout: got -1"),
         (["--api-key", ""], "api_key"),
         (["--served-model-name", ""], "served_model_name"),

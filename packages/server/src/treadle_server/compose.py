@@ -4,16 +4,34 @@ Everything that brings mlx or the Hub's code is imported when it is called for, 
 can be read, and ``--offline`` set, before.
 """
 
+import logging
 from collections.abc import Callable
+from importlib.util import find_spec
 
 from msgspec.structs import replace
 
-from treadle_core import AsyncEngine, Engine, EngineConfig
-from treadle_server.settings import MemoryConfig, ModelConfig, ServeConfig
+from treadle_core import AsyncEngine, Engine, EngineConfig, Unsupported
+from treadle_core.ports import PrefixStore
+from treadle_server.settings import CacheOptions, MemoryConfig, ModelConfig, ServeConfig
+
+logger = logging.getLogger("treadle.server")
+
+MakeStore = Callable[[], PrefixStore]
 
 
-def open_engine(model: ModelConfig, engine: EngineConfig, memory: MemoryConfig) -> Engine:
+def open_engine(
+    model: ModelConfig,
+    engine: EngineConfig,
+    memory: MemoryConfig,
+    make_store: MakeStore | None = None,
+) -> Engine:
     """Load a model on the calling thread and make an engine over it.
+
+    Args:
+        model: Which.
+        engine: Options of the engine.
+        memory: How much memory live KV may take.
+        make_store: Makes the store of prefixes; None keeps none.
 
     Raises:
         ModelLoadError: The checkpoint cannot be used.
@@ -29,13 +47,75 @@ def open_engine(model: ModelConfig, engine: EngineConfig, memory: MemoryConfig) 
         max_kv_size=model.max_kv_size,
     )
     config = replace(engine, kv_memory_bytes=memory.kv_bytes)
-    opened, _ = runtime.open_engine(options, config, memory_utilization=memory.utilization)
+    opened, _ = runtime.open_engine(
+        options, config, memory_utilization=memory.utilization, make_store=make_store
+    )
     return opened
 
 
 def serving_engine(config: ServeConfig) -> AsyncEngine:
-    """The engine to serve, not started: entering it loads the model on its own thread."""
-    return AsyncEngine(lambda: open_engine(config.model, config.engine, config.memory))
+    """The engine to serve, not started: entering it loads the model on its own thread.
+
+    Raises:
+        Unsupported: An option needs a package that is not installed.
+    """
+    make_store = store_maker(config.cache, asked_for(config))
+    return AsyncEngine(lambda: open_engine(config.model, config.engine, config.memory, make_store))
+
+
+def asked_for(config: ServeConfig) -> tuple[str, ...]:
+    """Names of the options that mean nothing without a store."""
+    plain = config.engine.checkpoint_interval == EngineConfig().checkpoint_interval
+    return config.cache.said if plain else (*config.cache.said, "checkpoint_interval")
+
+
+def store_maker(options: CacheOptions, asked: tuple[str, ...] = ()) -> MakeStore | None:
+    """What makes the store of prefixes, on the engine's thread; None where nothing is kept.
+
+    Args:
+        options: How they are kept.
+        asked: Names of the options that ask for a store.
+
+    Raises:
+        Unsupported: An option asks for a store, and its package is not installed.
+    """
+    if options.disable_prefix_cache:
+        return None
+    if find_spec("treadle_cache") is None:
+        if asked:
+            raise Unsupported(
+                f"{asked[0]} needs the package treadle-cache: "
+                "install treadle-server with its extra, treadle-server[cache]"
+            )
+        logger.info("no prefix is kept: treadle-cache is not installed")
+        return None
+    return lambda: make_store(options)
+
+
+def make_store(options: CacheOptions) -> PrefixStore:
+    """The store of prefixes, in RAM, and on disk if there is a directory.
+
+    Raises:
+        Unsupported: The directory cannot be used.
+        InvalidRequest: It is given too little room.
+    """
+    from treadle_cache import CacheConfig, RamStore, TieredStore
+    from treadle_cache.disk import DiskConfig, DiskTier
+
+    ram = RamStore(
+        CacheConfig(
+            capacity_bytes=options.capacity_bytes,
+            memory_fraction=options.share,
+            block_size=options.block_size,
+            kv_storage_bits=options.storage_bits,
+            group_size=options.group_size,
+            min_quantize_tokens=options.min_quantize_tokens,
+        )
+    )
+    if options.ssd_cache_dir is None:
+        return ram
+    disk = DiskConfig(directory=options.ssd_cache_dir, capacity_bytes=options.ssd_bytes)
+    return TieredStore(ram, DiskTier(disk))
 
 
 def with_served_name(config: ServeConfig) -> ServeConfig:

@@ -15,6 +15,7 @@ from msgspec import NODEFAULT, Struct
 
 from treadle_core import EngineConfig, InvalidRequest, Unsupported
 from treadle_server.settings import (
+    CacheOptions,
     HttpConfig,
     MemoryConfig,
     ModelConfig,
@@ -105,6 +106,61 @@ ENGINE = (
     ),
 )
 
+CACHE = (
+    Option(CacheOptions, "disable_prefix_cache", "keep no state of prompts for later ones"),
+    Option(CacheOptions, "cache_memory_mb", "mebibytes of RAM for the states of prompts", "MB"),
+    Option(
+        CacheOptions,
+        "cache_memory_percent",
+        "share of the free memory for them, as a number from 0 to 1 (0.2)",
+        "SHARE",
+    ),
+    Option(
+        CacheOptions,
+        "kv_cache_quantization",
+        "keep them as small integers: more fit, and what is reused differs a little",
+    ),
+    Option(CacheOptions, "kv_cache_quantization_bits", "bits of such an integer, 8 or 4 (8)", "N"),
+    Option(
+        CacheOptions,
+        "kv_cache_quantization_group_size",
+        "numbers that share a scale, 64 or 32 (64)",
+        "N",
+    ),
+    Option(
+        CacheOptions,
+        "kv_cache_min_quantize_tokens",
+        "so many first tokens of a prompt are kept as they are (256)",
+        "N",
+    ),
+    Option(
+        CacheOptions,
+        "paged_cache_block_size",
+        "tokens per block: what prompts share, and where they can be cut (32)",
+        "N",
+    ),
+    Option(
+        EngineConfig,
+        "checkpoint_interval",
+        "tokens between the kept states of a long prompt, where layers cannot be cut anywhere",
+        "N",
+    ),
+    Option(CacheOptions, "ssd_cache_dir", "keep states of prompts in this directory too", "DIR"),
+    Option(CacheOptions, "ssd_cache_max_gb", "most gibibytes there (10)", "GB"),
+    Option(
+        CacheOptions,
+        "cache_save",
+        "read the states of prompts from this file at the start, write them at the end",
+        "FILE",
+    ),
+    Option(
+        CacheOptions,
+        "warm_prompts",
+        "JSON or JSON lines: chats, or beginnings of some, to compute at the start",
+        "FILE",
+    ),
+)
+
 SERVER = (
     Option(HttpConfig, "host", "address to listen on", "ADDRESS"),
     Option(HttpConfig, "port", "port to listen on; 0 lets the system choose", "PORT"),
@@ -158,11 +214,14 @@ RUN = (
     Option(RunOptions, "stop", "text that ends the answer; repeatable", "TEXT", many=True),
 )
 
-SERVE_OPTIONS = (*MODEL, *ENGINE, *SERVER)
+SERVE_OPTIONS = (*MODEL, *ENGINE, *CACHE, *SERVER)
 RUN_OPTIONS = (*MODEL, *RUN)
 
 # Each of a pair would make the other one mean nothing; a zero of the first is as if it were absent.
-EXCLUSIVE = (("chunked_prefill_tokens", "max_decode_stall_ms"),)
+EXCLUSIVE = (
+    ("chunked_prefill_tokens", "max_decode_stall_ms"),
+    ("disable_prefix_cache", "checkpoint_interval"),
+)
 
 # The first means nothing unless the second has this value.
 DEPENDENT = (("ageing_seconds", "policy", "priority"),)
@@ -271,6 +330,7 @@ def serve_config(values: Values) -> ServeConfig:
     return ServeConfig(
         model=part(ModelConfig, SERVE_OPTIONS, values),
         memory=part(MemoryConfig, SERVE_OPTIONS, values),
+        cache=part(CacheOptions, SERVE_OPTIONS, values),
         engine=part(EngineConfig, SERVE_OPTIONS, values),
         defaults=part(RequestDefaults, SERVE_OPTIONS, values),
         http=part(HttpConfig, SERVE_OPTIONS, values),

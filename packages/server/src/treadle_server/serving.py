@@ -60,6 +60,15 @@ class Serving:
         return self.engine.engine.context_length
 
     @property
+    def keeps_checkpoints(self) -> bool:
+        """Whether the engine has a use for the boundaries of a prompt.
+
+        Raises:
+            EngineClosed: The engine does not run.
+        """
+        return self.engine.engine.keeps_checkpoints
+
+    @property
     def priorities(self) -> bool:
         """Whether the queue looks at priorities."""
         return self.config.engine.policy == "priority"

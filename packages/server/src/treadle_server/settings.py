@@ -1,6 +1,6 @@
 """What the server and the command line can be told, as frozen data; every field is checked."""
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -8,8 +8,19 @@ from msgspec import Struct
 from treadle_core import EngineConfig, InvalidRequest, Unsupported
 from treadle_core.request import check_float, check_int
 
+T = TypeVar("T")
+
 MEBIBYTE = 2**20
+GIBIBYTE = 2**30
 DEFAULT_UTILIZATION = 0.9
+DEFAULT_CACHE_SHARE = 0.2
+DEFAULT_STORAGE_BITS = 8
+DEFAULT_GROUP_SIZE = 64
+DEFAULT_MIN_QUANTIZE_TOKENS = 256
+DEFAULT_BLOCK_SIZE = 32
+DEFAULT_SSD_GB = 10.0
+MIN_SSD_GB = 0.01
+MAX_SSD_GB = 1e6
 MAX_SECONDS = 1e9
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -80,6 +91,143 @@ class MemoryConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Share of the device's memory to use."""
         share = self.gpu_memory_utilization
         return DEFAULT_UTILIZATION if share is None else share
+
+
+def _either(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+def _check_choice(field: str, value: int | None, choices: tuple[int, ...]) -> None:
+    if value is not None and (isinstance(value, bool) or value not in choices):
+        raise InvalidRequest(field, value, " or ".join(map(str, choices)))
+
+
+class CacheOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the state of prompts is kept for later ones. None is "not said" throughout.
+
+    Attributes:
+        disable_prefix_cache: Keep nothing.
+        cache_memory_mb: Most mebibytes in RAM; 0, beside ``ssd_cache_dir``, keeps all on disk.
+        cache_memory_percent: Share of the free memory to take in RAM, as a number from 0 to 1;
+            0.2 when neither is said.
+        kv_cache_quantization: Keep states in RAM and on disk as small integers.
+        kv_cache_quantization_bits: 8 or 4; 8 when not said.
+        kv_cache_quantization_group_size: Numbers that share a scale, 64 or 32; 64 when not said.
+        kv_cache_min_quantize_tokens: The first tokens, which are kept as they are; 256 when not
+            said.
+        paged_cache_block_size: Tokens that are shared, and given up, together; 32 when not said.
+        ssd_cache_dir: Keep states on disk too, in this directory.
+        ssd_cache_max_gb: Most gibibytes there; 10 when not said.
+        cache_save: Write what is in RAM to this file at the end, and read it at the start.
+        warm_prompts: A file of chats to compute at the start.
+    """
+
+    disable_prefix_cache: bool = False
+    cache_memory_mb: int | None = None
+    cache_memory_percent: float | None = None
+    kv_cache_quantization: bool = False
+    kv_cache_quantization_bits: int | None = None
+    kv_cache_quantization_group_size: int | None = None
+    kv_cache_min_quantize_tokens: int | None = None
+    paged_cache_block_size: int | None = None
+    ssd_cache_dir: str | None = None
+    ssd_cache_max_gb: float | None = None
+    cache_save: str | None = None
+    warm_prompts: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field, and that none would be ignored.
+
+        Raises:
+            InvalidRequest: With the field, its value and what is accepted.
+            Unsupported: Two fields contradict each other.
+        """
+        self._check_values()
+        if self.disable_prefix_cache and self.said:
+            raise Unsupported(f"disable_prefix_cache and {self.said[0]} exclude each other")
+        if self.cache_memory_mb is not None and self.cache_memory_percent is not None:
+            raise Unsupported("cache_memory_mb and cache_memory_percent exclude each other")
+        self._check_dependent()
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        """Names of the fields that ask for something, but for the one that asks for nothing."""
+        fields = (field for field in self.__struct_fields__ if field != "disable_prefix_cache")
+        return tuple(field for field in fields if getattr(self, field) not in (None, False))
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """Most bytes in RAM, or None when the share decides."""
+        return None if self.cache_memory_mb is None else self.cache_memory_mb * MEBIBYTE
+
+    @property
+    def share(self) -> float:
+        """Share of the free memory to take."""
+        return _either(self.cache_memory_percent, DEFAULT_CACHE_SHARE)
+
+    @property
+    def storage_bits(self) -> int | None:
+        """Bits of a number that is kept; None keeps what is there."""
+        if not self.kv_cache_quantization:
+            return None
+        return _either(self.kv_cache_quantization_bits, DEFAULT_STORAGE_BITS)
+
+    @property
+    def group_size(self) -> int:
+        """Numbers that share a scale."""
+        return _either(self.kv_cache_quantization_group_size, DEFAULT_GROUP_SIZE)
+
+    @property
+    def min_quantize_tokens(self) -> int:
+        """The first tokens, which are kept as they are."""
+        return _either(self.kv_cache_min_quantize_tokens, DEFAULT_MIN_QUANTIZE_TOKENS)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return _either(self.paged_cache_block_size, DEFAULT_BLOCK_SIZE)
+
+    @property
+    def ssd_bytes(self) -> int:
+        """Most bytes on disk."""
+        return int(_either(self.ssd_cache_max_gb, DEFAULT_SSD_GB) * GIBIBYTE)
+
+    def _check_values(self) -> None:
+        if self.cache_memory_mb is not None:
+            check_int("cache_memory_mb", self.cache_memory_mb, 0)
+        check_float("cache_memory_percent", self.share, 0.0, 1.0, exclusive_low=True)
+        _check_choice("kv_cache_quantization_bits", self.kv_cache_quantization_bits, (8, 4))
+        group_size = self.kv_cache_quantization_group_size
+        _check_choice("kv_cache_quantization_group_size", group_size, (64, 32))
+        check_int("kv_cache_min_quantize_tokens", self.min_quantize_tokens, 0)
+        check_int("paged_cache_block_size", self.block_size, 1)
+        size = _either(self.ssd_cache_max_gb, DEFAULT_SSD_GB)
+        check_float("ssd_cache_max_gb", size, MIN_SSD_GB, MAX_SSD_GB)
+        for field in ("ssd_cache_dir", "cache_save", "warm_prompts"):
+            if getattr(self, field) == "":
+                raise InvalidRequest(field, "", "a path")
+
+    def _check_dependent(self) -> None:
+        if not self.kv_cache_quantization:
+            for field in (
+                "kv_cache_quantization_bits",
+                "kv_cache_quantization_group_size",
+                "kv_cache_min_quantize_tokens",
+            ):
+                self._refuse(field, "kv_cache_quantization")
+        if self.ssd_cache_dir is None:
+            self._refuse("ssd_cache_max_gb", "ssd_cache_dir")
+            if self.cache_memory_mb == 0:
+                raise Unsupported(
+                    "cache_memory_mb 0 keeps nothing unless ssd_cache_dir is given; "
+                    "disable_prefix_cache says that"
+                )
+        if self.cache_memory_mb == 0 and self.cache_save is not None:
+            raise Unsupported("cache_memory_mb 0 leaves nothing for cache_save to write")
+
+    def _refuse(self, field: str, other: str) -> None:
+        if getattr(self, field) is not None:
+            raise Unsupported(f"{field} means nothing without {other}")
 
 
 class RequestDefaults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -180,6 +328,7 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     model: ModelConfig = ModelConfig()
     memory: MemoryConfig = MemoryConfig()
+    cache: CacheOptions = CacheOptions()
     engine: EngineConfig = EngineConfig()
     defaults: RequestDefaults = RequestDefaults()
     http: HttpConfig = HttpConfig()

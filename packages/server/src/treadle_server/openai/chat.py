@@ -6,7 +6,8 @@ from starlette.responses import Response
 from treadle_core import Request
 from treadle_server.http import read_body
 from treadle_server.openai.exchange import make_header, reply
-from treadle_server.openai.messages import check_chat, render
+from treadle_server.openai.messages import check_chat
+from treadle_server.openai.prompts import chat_prompt
 from treadle_server.openai.sampling import (
     chat_params,
     check_offered,
@@ -49,12 +50,12 @@ class ChatCompletions:
         params = chat_params(wire, defaults)
         n = either(wire.n, 1)
         serving.check_answers("n", n)
-        arguments = {**defaults.default_chat_template_kwargs, **(wire.chat_template_kwargs or {})}
-        tokenizer = serving.tokenizer
-        prompt = await serving.text_work(lambda: render(tokenizer, wire, arguments))
+        prompt = await chat_prompt(serving, wire)
         return Request(
             id=request_id,
-            prompt=serving.check_size("messages", prompt),
+            prompt=prompt.tokens,
+            boundaries=prompt.boundaries,
+            cache_salt=wire.cache_salt,
             params=params,
             n=n,
             priority=wire.priority or 0,

@@ -63,6 +63,7 @@ class Completions:
             Request(
                 id=request_id if number == 0 else f"{request_id}-{number}",
                 prompt=serving.check_size("prompt", prompt),
+                cache_salt=wire.cache_salt,
                 params=params,
                 n=n,
                 priority=wire.priority or 0,

@@ -1,6 +1,6 @@
 """From the messages of a chat to what a chat template takes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, assert_never
 
 import msgspec
@@ -127,19 +127,42 @@ def render(
         InvalidRequest: A message has content that is not offered.
         ChatRefused: The model's template refuses the chat.
     """
-    messages = [
-        template_message(message, f"messages[{number}]")
-        for number, message in enumerate(wire.messages)
-    ]
-    generate = wire.add_generation_prompt is not False
+    messages = template_messages(wire)
     try:
-        text = tokenizer.render_chat(messages, add_generation_prompt=generate, **template_args)
+        tokens = tuple(encode(tokenizer, messages, wire, template_args))
     except InvalidRequest as error:
         raise ChatRefused(error.field, error.value, error.limit) from error
-    tokens = tuple(tokenizer.encode_rendered(text))
     if not tokens:
         raise ChatRefused("messages", f"{len(messages)} messages", "a chat that renders to text")
     return tokens
+
+
+def encode(
+    tokenizer: ChatTokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    wire: ChatRequest,
+    template_args: Mapping[str, Any],
+) -> list[int]:
+    """The token ids of ``messages``, everything else as in ``wire``.
+
+    Raises:
+        InvalidRequest: The model's template refuses them.
+    """
+    generate = wire.add_generation_prompt is not False
+    text = tokenizer.render_chat(messages, add_generation_prompt=generate, **template_args)
+    return tokenizer.encode_rendered(text)
+
+
+def template_messages(wire: ChatRequest) -> list[dict[str, Any]]:
+    """A chat's messages as templates know them.
+
+    Raises:
+        InvalidRequest: One has content that is not offered.
+    """
+    return [
+        template_message(message, f"messages[{number}]")
+        for number, message in enumerate(wire.messages)
+    ]
 
 
 def template_message(message: Message, where: str) -> dict[str, Any]:

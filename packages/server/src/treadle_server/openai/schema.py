@@ -136,6 +136,7 @@ class Generation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     stream_options: StreamOptions | None = None
     user: str | None = None
     # Local extensions.
+    cache_salt: str | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
