@@ -53,7 +53,6 @@ class Source(Protocol):
 
 @dataclass(slots=True)
 class _Counters:
-    loaded_tokens: int = 0
     failed_inserts: int = 0
     saved_entries: int = 0
     restored_entries: int = 0
@@ -180,9 +179,7 @@ class RamStore:
         Raises:
             ValueError: The ticket is not open.
         """
-        row = self._row(ticket)
-        self._counters.loaded_tokens += row.num_tokens
-        return row
+        return self._row(ticket)
 
     def release(self, ticket: int) -> None:
         """Let go of what :meth:`find` found, once.
@@ -292,7 +289,6 @@ class RamStore:
             details={
                 "num_blocks": stats.num_blocks,
                 "num_checkpoints": stats.num_checkpoints,
-                "loaded_tokens": self._counters.loaded_tokens,
                 "failed_inserts": self._counters.failed_inserts,
                 "saved_entries": self._counters.saved_entries,
                 "restored_entries": self._counters.restored_entries,
