@@ -250,6 +250,27 @@ def test_what_was_fetched_ahead_without_room_waits_to_be_asked_for() -> None:
     assert len(tiers.slow.readings) == 1
 
 
+def test_what_another_request_brought_in_is_not_read_again() -> None:
+    tiers = Tiers(HYBRID)
+    tiers.keep("abcdefghij")
+    tiers.ram.clear()
+    first, second = tiers.find("abcdefghij"), tiers.find("abcdefghijkl")
+    tiers.slow.readings[0].finish()
+    assert first.ticket is not None
+    assert second.ticket is not None
+    assert tiers.store.poll(second.ticket) is None
+    assert tiers.store.poll(first.ticket) is not None
+    assert tiers.store.poll(second.ticket) == Prefix(num_tokens=10, ticket=second.ticket)
+    assert tiers.slow.readings[1].cancelled
+    assert not tiers.slow.readings[1].done
+    for ticket in (first.ticket, second.ticket):
+        assert tiers.loads(Prefix(num_tokens=10, ticket=ticket), "abcdefghij")
+        tiers.store.release(ticket)
+    tiers.ram.resize(0)
+    assert tiers.store.stats().used_bytes == 0
+    tiers.store.check_integrity()
+
+
 def test_a_bounded_number_is_read_ahead() -> None:
     tiers = Tiers(PLAIN, 0)
     tiers.keep("aaaa", "bbbb", "cccc")

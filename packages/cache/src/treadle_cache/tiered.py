@@ -170,6 +170,12 @@ class TieredStore:
         if pending.generation != self.generation:
             self.release(ticket)
             return self._miss("cleared")
+        if self._is_in_ram(pending):
+            # Another request that begins alike has brought it in meanwhile.
+            del self._pending[ticket]
+            pending.reading.cancel()
+            self._let_go(pending.fallback)
+            return self._serve_from_ram(ticket, pending)
         if not self._advance(pending):
             return None
         del self._pending[ticket]
@@ -410,12 +416,19 @@ class TieredStore:
             self._let_go(pending.base, pending.fallback)
             return result
         if self._promote(pending):
-            held = self._ram.hold(chain, plan.num_tokens).ticket
-            assert held is not None, "a match was gone at once"
-            self._let_go(pending.base)
-            return self._hit(ticket, self._ram.load(held), held)
+            return self._serve_from_ram(ticket, pending)
         self._counters.unpromoted += 1
         return self._hit(ticket, self._row_of(pending), pending.base)
+
+    def _serve_from_ram(self, ticket: int, pending: _Pending) -> Prefix:
+        held = self._ram.hold(pending.chain, pending.plan.num_tokens).ticket
+        assert held is not None, "a match was gone at once"
+        self._let_go(pending.base)
+        return self._hit(ticket, self._ram.load(held), held)
+
+    def _is_in_ram(self, pending: _Pending) -> bool:
+        num_tokens = pending.plan.num_tokens
+        return 0 < num_tokens == self._ram.peek(pending.chain, num_tokens)
 
     def _promote(self, pending: _Pending) -> bool:
         """Move what was read into RAM, as far as there is room; whether RAM can serve it now."""
@@ -429,7 +442,7 @@ class TieredStore:
             pending.chain, plan.num_tokens, source, state_bytes, pending.generation
         )
         self._counters.promoted += len(insertion.new) + (insertion.checkpoint is not None)
-        return self._ram.peek(pending.chain, plan.num_tokens) == plan.num_tokens
+        return self._is_in_ram(pending)
 
     def _harvest(self) -> None:
         """Move into RAM what was read ahead; what it has no room for waits to be asked for."""
