@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import random
 import shutil
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
@@ -393,6 +394,26 @@ def test_an_index_damaged_while_running(
     again = make()
     read(again, range(40))
     assert use(again, [50]) == [50]
+
+
+def test_an_index_with_any_bytes_flipped(make: Make, tmp_path: Path) -> None:
+    tier = make()
+    put(tier, range(12), num_bytes=24)
+    tier.close()
+    index = tmp_path / "tier/index.db"
+    whole, chance = index.read_bytes(), random.Random(5)
+    for _ in range(30):
+        data = bytearray(whole)
+        for _ in range(4):
+            data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        index.write_bytes(data)
+        again = make()
+        put(again, [3, 20], num_bytes=24)
+        read(again, range(21), num_bytes=24)
+        again.checkpoints([ROOT])
+        again.close()
+    index.unlink()
+    assert set(range(12)) <= set(read(make(), range(21), num_bytes=24))
 
 
 def test_rows_without_a_file_are_dropped(make: Make, tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from errno import EIO
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -91,22 +93,44 @@ def test_a_clear_is_one_for_both(make: Make) -> None:
 
 
 def test_a_clear_reaches_what_the_other_has_waiting(make: Make) -> None:
-    left = make()
+    left, is_put = make(), Event()
 
-    def clear_first(call: Call, path: Path) -> None:
-        # Between the room that is made for an entry, and its file.
-        if call == "create":
+    def clear_once(call: Call, path: Path) -> None:
+        # Between the room that is made for the first entry, and its file.
+        if call == "create" and not is_put.is_set():
+            assert is_put.wait(20)
             left.clear()
 
-    right = make(WatchedFiles(clear_first))
+    right = make(WatchedFiles(clear_once))
     for number in range(3):
         right.put(make_entry(number))
+    is_put.set()
     right.flush()
     assert right.stats()["cleared"] == 3
     assert not any(has(tier, number) for tier in (left, right) for number in range(3))
+    put(right, 1)
+    assert has(left, 1)
     right.close()
     left.close()
-    assert not any(has(make(), number) for number in range(3))
+    again = make()
+    assert [number for number in range(3) if has(again, number)] == [1]
+
+
+def test_a_file_that_comes_after_a_clear_is_not_adopted(make: Make) -> None:
+    left = make()
+
+    def clear_and_fail(call: Call, path: Path) -> None:
+        if call == "create":
+            left.clear()
+        if call == "unlink" and path.suffix == ".safetensors":
+            raise OSError(EIO, "as if the process had died here")
+
+    right = make(WatchedFiles(clear_and_fail))
+    put(right, 1)
+    right.close()
+    assert not has(left, 1)
+    left.close()
+    assert not has(make(), 1)
 
 
 def test_what_waits_is_not_found_after_the_other_has_cleared(make: Make) -> None:

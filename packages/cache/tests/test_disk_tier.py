@@ -289,7 +289,7 @@ def test_a_reading_under_way_delivers_nothing_after_a_clear(make: Make) -> None:
             reached.set()
             assert go_on.wait(20)
 
-    tier = make(WatchedFiles(before=hold))
+    tier = make(WatchedFiles(after=hold))
     put(tier, [1, 2])
     tier.flush()
     first, second = tier.read(digests([1])), tier.read(digests([2]))

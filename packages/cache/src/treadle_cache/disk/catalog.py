@@ -5,16 +5,16 @@ Rows may disagree with the files, which are the truth; whoever finds a differenc
 
 import sqlite3
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from enum import IntEnum
 from pathlib import Path
 from secrets import randbits
 from threading import Lock
 from typing import Any, cast
 
-from msgspec import Struct
+from msgspec import Struct, ValidationError, convert
 
-from treadle_cache.entries import EntryKind, EntryName
+from treadle_cache.entries import EntryName
 
 SCHEMA_VERSION = 1
 
@@ -23,6 +23,9 @@ LOG_PAGES = 64
 
 # Digests per query: SQLite before 3.32 takes 999 parameters.
 CHUNK = 500
+
+# A day.
+FAR_MICROSECONDS = 86_400_000_000
 
 READ_TIMEOUT_SECONDS = 1.0
 WRITE_TIMEOUT_SECONDS = 30.0
@@ -60,6 +63,23 @@ COMMIT;
 """
 
 
+# What may pass, or what another index would meet as well.
+_PASSING = {
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_READONLY,
+}
+
+
+class IndexGone(sqlite3.OperationalError):
+    """The index is not open, or somebody has removed or replaced its file."""
+
+
 class State(IntEnum):
     """Where a row stands.
 
@@ -70,6 +90,14 @@ class State(IntEnum):
     WRITING = 0
     READY = 1
     DEAD = 2
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """Whether an error says that the index is damaged, so that another should be made."""
+    if isinstance(error, IndexGone):
+        return False
+    code = getattr(error, "sqlite_errorcode", None)
+    return code is None or code & 0xFF not in _PASSING
 
 
 class Row(Struct, frozen=True, kw_only=True):
@@ -252,16 +280,30 @@ class Change:
 
     def touch(self, digests: Sequence[bytes], now: int) -> None:
         """Note a use of ``digests``, the first of them as the latest."""
-        last = max(now, self.last_use() + len(digests))
+        last = self.next_use(now, len(digests))
         self._connection.executemany(
             "UPDATE entries SET used = ? WHERE digest = ?",
             [(last - place, digest) for place, digest in enumerate(digests)],
         )
 
-    def last_use(self) -> int:
-        """The latest use of any row; 0 without rows."""
-        (used,) = self._connection.execute("SELECT max(used) FROM entries").fetchone()
-        return 0 if used is None else cast("int", used)
+    def next_use(self, now: int, step: int = 1) -> int:
+        """A moment after the latest use of any row, if there is one; ``now`` otherwise."""
+        (last,) = self._connection.execute("SELECT max(used) FROM entries").fetchone()
+        # A clock that was put back for good, or a damaged row, is not followed.
+        if not isinstance(last, int) or last > now + FAR_MICROSECONDS:
+            return now
+        return max(now, last + step)
+
+    def recount(self) -> None:
+        """Make the figures equal to what the rows say."""
+        self._connection.execute(
+            "UPDATE figures SET value = (SELECT coalesce(sum(num_bytes), 0) FROM entries) "
+            "WHERE name = 'num_bytes'"
+        )
+        self._connection.execute(
+            f"UPDATE figures SET value = "
+            f"(SELECT count(*) FROM entries WHERE state = {State.READY:d}) WHERE name = 'num_ready'"
+        )
 
     def oldest(self, keep: bytes) -> Row | None:
         """The least recently used entry on which none hangs, ``keep`` aside."""
@@ -275,7 +317,9 @@ class Change:
         return None if values is None else _row(values)
 
 
-_COLUMNS = "digest, kind, root, parent, num_tokens, num_bytes, used, state, owner"
+_NAME_FIELDS = ("digest", "kind", "root", "parent", "num_tokens")
+_ROW_FIELDS = ("num_bytes", "used", "state", "owner")
+_COLUMNS = ", ".join((*_NAME_FIELDS, *_ROW_FIELDS))
 
 
 def open_catalog(path: Path) -> Catalog:
@@ -317,9 +361,21 @@ def _check(connection: sqlite3.Connection) -> None:
         connection.executescript(_SCHEMA.format(epoch=_new_epoch()))
     elif version != SCHEMA_VERSION:
         raise sqlite3.DatabaseError(f"index version {version}, expected {SCHEMA_VERSION}")
+    if _schema_of(connection) != _expected_schema():
+        raise sqlite3.DatabaseError("the index has other tables")
     (answer,) = connection.execute("PRAGMA quick_check(1)").fetchone()
     if answer != "ok":
         raise sqlite3.DatabaseError(f"the index is damaged: {answer}")
+
+
+def _schema_of(connection: sqlite3.Connection) -> list[tuple[str, str]]:
+    return connection.execute("SELECT name, sql FROM sqlite_schema ORDER BY name").fetchall()
+
+
+def _expected_schema() -> list[tuple[str, str]]:
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
+        connection.executescript(_SCHEMA.format(epoch=0))
+        return _schema_of(connection)
 
 
 def _new_epoch() -> int:
@@ -341,20 +397,26 @@ def _rows(connection: sqlite3.Connection) -> list[Row]:
 
 def _figure(connection: sqlite3.Connection, name: str) -> int:
     found = connection.execute("SELECT value FROM figures WHERE name = ?", (name,)).fetchone()
-    return cast("int", found[0])
+    if found is None or not isinstance(found[0], int):
+        raise sqlite3.DatabaseError(f"the index has no {name}")
+    return found[0]
 
 
 def _row(values: tuple[Any, ...]) -> Row:
-    *name, num_bytes, used, state, owner = values
-    digest, kind, root, parent, num_tokens = name
-    return Row(
-        name=_name(digest, kind, root, parent, num_tokens),
-        num_bytes=num_bytes,
-        used=used,
-        state=State(state),
-        owner=owner,
-    )
+    name, rest = _name(*values[:5]), dict(zip(_ROW_FIELDS, values[5:], strict=True))
+    with _damage_translated():
+        return convert({"name": name, **rest}, Row)
 
 
-def _name(digest: bytes, kind: EntryKind, root: bytes, parent: bytes, num_tokens: int) -> EntryName:
-    return EntryName(kind=kind, root=root, digest=digest, parent=parent, num_tokens=num_tokens)
+def _name(*values: object) -> EntryName:
+    with _damage_translated():
+        return convert(dict(zip(_NAME_FIELDS, values, strict=True)), EntryName)
+
+
+@contextmanager
+def _damage_translated() -> Generator[None]:
+    """A value that a row cannot have means that the index is damaged."""
+    try:
+        yield
+    except ValidationError as error:
+        raise sqlite3.DatabaseError(f"the index is damaged: {error}") from error

@@ -3,7 +3,7 @@
 import sqlite3
 from errno import EACCES, EDQUOT, ENOENT, ENOSPC, ENOTDIR, EPERM, EROFS
 
-from treadle_cache.disk.shelf import IndexGone
+from treadle_cache.disk.catalog import IndexGone, is_damage
 from treadle_core.ports import Clock
 
 DISK_ERRORS = (OSError, sqlite3.Error)
@@ -33,7 +33,7 @@ def needs_order(error: OSError | sqlite3.Error) -> bool:
     if isinstance(error, IndexGone):
         return True
     if isinstance(error, sqlite3.Error):
-        return not isinstance(error, sqlite3.OperationalError)
+        return is_damage(error)
     return reason_of(error) == "directory_gone"
 
 

@@ -19,7 +19,15 @@ from typing import Literal
 
 from msgspec import Struct
 
-from treadle_cache.disk.catalog import Catalog, Change, Row, State, open_catalog
+from treadle_cache.disk.catalog import (
+    Catalog,
+    Change,
+    IndexGone,
+    Row,
+    State,
+    is_damage,
+    open_catalog,
+)
 from treadle_cache.disk.counters import Counters
 from treadle_cache.disk.files import (
     Files,
@@ -61,10 +69,6 @@ Outcome = Literal["written", "duplicate", "cleared", "no_room", "no_free_space",
 """What became of an entry. ``duplicate``: it is there, or another process is writing it.
 ``cleared``: a clear came in between. ``no_room``: it does not fit the limit. ``no_free_space``:
 nor what is left to others. ``unsupported``: a dtype that cannot be written."""
-
-
-class IndexGone(sqlite3.OperationalError):
-    """The index is not open, or somebody has removed or replaced its file."""
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -143,10 +147,9 @@ class Shelf:
             self._held = try_lock(self._layout.owner(self._owner))
             try:
                 self._begin()
-            except sqlite3.OperationalError:
-                # Locked, or the disk is full: nothing says that the index is damaged.
-                raise
-            except sqlite3.DatabaseError:
+            except sqlite3.Error as error:
+                if not is_damage(error):
+                    raise
                 self._set_index_aside()
                 self._begin()
 
@@ -185,6 +188,7 @@ class Shelf:
         with catalog.changing() as change:
             self._check_rows(change, found)
             self._check_orphans(change, found)
+            change.recount()
             self._remove_stale()
             if self._limits is not None:
                 self._shrink(change, self._limits)
@@ -371,7 +375,7 @@ class Shelf:
                 refusal = self._make_room(change, self._limits, num_bytes, name.parent)
                 if refusal is not None:
                     return refusal
-            used = max(self._now(), change.last_use() + 1)
+            used = change.next_use(self._now())
             change.add(
                 Row(
                     name=name,

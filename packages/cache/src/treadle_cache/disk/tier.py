@@ -160,10 +160,20 @@ class DiskTier(SlowTier):
             self._changed.wait_for(lambda: self._takes(entry.num_bytes))
             if self._is_closed or self._must_clear or self._is_paused():
                 self._counters.add("dropped")
-            elif entry.name.digest not in self._waiting:
-                self._waiting[entry.name.digest] = _Waiting(entry, epoch)
-                self._waiting_bytes += entry.num_bytes
-                self._changed.notify_all()
+            else:
+                self._enqueue(_Waiting(entry, epoch))
+
+    def _enqueue(self, new: _Waiting) -> None:
+        digest = new.entry.name.digest
+        old = self._waiting.get(digest)
+        if old is not None and is_of(old, new.epoch):
+            return
+        if old is not None:
+            # Another process has cleared since: the old one will not be written.
+            self._remove(old)
+        self._waiting[digest] = new
+        self._waiting_bytes += new.entry.num_bytes
+        self._changed.notify_all()
 
     def _takes(self, num_bytes: int) -> bool:
         """Whether an entry need not wait, be it that it is dropped."""
