@@ -216,6 +216,23 @@ def test_a_closed_tier_answers_and_has_nothing(make: Make) -> None:
     assert tier.stats()["num_entries"] == 0
 
 
+def test_files_and_their_names_are_brought_to_the_device(make: Make, tmp_path: Path) -> None:
+    synced: list[str] = []
+
+    def note(call: Call, path: Path) -> None:
+        if call == "sync":
+            synced.append(path.name)
+
+    tier = make(WatchedFiles(note), sync_bytes=5000)
+    put(tier, range(4))
+    tier.flush()
+    # The last may be on its way still; those before it were due.
+    assert len([name for name in synced if name.endswith(".safetensors")]) >= 2
+    tier.close()
+    assert {f"{digest_of(number).hex()}.safetensors" for number in range(4)} <= set(synced)
+    assert "0" in synced
+
+
 # Reading
 
 

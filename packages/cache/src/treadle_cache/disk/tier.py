@@ -500,6 +500,8 @@ class DiskTier(SlowTier):
 
     def close(self) -> None:
         """Flush and end the threads. Idempotent."""
+        if self._must_clear and not self._is_closed:
+            self._clear_shelf()
         self._stop()
         for thread in self._threads:
             thread.join()
