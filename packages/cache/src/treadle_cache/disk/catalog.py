@@ -49,11 +49,15 @@ CREATE TABLE figures (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROW
 INSERT INTO figures VALUES ('num_bytes', 0), ('num_ready', 0), ('epoch', {{epoch}});
 CREATE TRIGGER entry_added AFTER INSERT ON entries BEGIN
     UPDATE figures SET value = value + new.num_bytes WHERE name = 'num_bytes';
-    UPDATE figures SET value = value + (new.state = 1) WHERE name = 'num_ready';
+END;
+CREATE TRIGGER entry_added_ready AFTER INSERT ON entries WHEN new.state = 1 BEGIN
+    UPDATE figures SET value = value + 1 WHERE name = 'num_ready';
 END;
 CREATE TRIGGER entry_removed AFTER DELETE ON entries BEGIN
     UPDATE figures SET value = value - old.num_bytes WHERE name = 'num_bytes';
-    UPDATE figures SET value = value - (old.state = 1) WHERE name = 'num_ready';
+END;
+CREATE TRIGGER entry_removed_ready AFTER DELETE ON entries WHEN old.state = 1 BEGIN
+    UPDATE figures SET value = value - 1 WHERE name = 'num_ready';
 END;
 CREATE TRIGGER entry_changed AFTER UPDATE OF state ON entries BEGIN
     UPDATE figures SET value = value + (new.state = 1) - (old.state = 1) WHERE name = 'num_ready';
@@ -228,8 +232,7 @@ class Change:
         return _figure(self._connection, name)
 
     def add(self, row: Row) -> None:
-        """Add a row, in the place of the one it may have had."""
-        self.remove(row.name.digest)
+        """Add a row for a digest that has none."""
         name = row.name
         self._connection.execute(
             "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",

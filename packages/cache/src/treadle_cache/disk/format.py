@@ -10,7 +10,7 @@ the arrays. The library reads such files; they are written and read here so that
 from collections.abc import Sequence
 from math import prod
 from struct import pack
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from msgspec import DecodeError, Raw, Struct, ValidationError, json
@@ -131,14 +131,20 @@ def encode(entry: Entry) -> Encoded:
     Raises:
         UnsupportedArray: A dtype has no code.
     """
-    order = _file_order(entry.arrays)
-    buffers = [_bytes_of(entry.arrays[number]) for number in order]
     checksum = xxh3_128()
-    for buffer in buffers:
-        checksum.update(buffer)
-    head = _seal(_head_json(entry, order, checksum.hexdigest()))
-    size = len(head) + sum(buffer.nbytes for buffer in buffers)
-    return Encoded(buffers=(memoryview(head), *buffers), num_bytes=size)
+    items: dict[str, _Array] = {}
+    buffers: list[memoryview] = []
+    offset = 0
+    for number in _file_order(entry.arrays):
+        array = entry.arrays[number]
+        data, end = _bytes_of(array), offset + array.nbytes
+        checksum.update(data)
+        buffers.append(data)
+        code = _CODES[array.dtype]
+        items[f"{number:04d}"] = _Array(dtype=code, shape=array.shape, data_offsets=(offset, end))
+        offset = end
+    head = _seal(_head_json(entry.name, checksum.hexdigest(), items))
+    return Encoded(buffers=(memoryview(head), *buffers), num_bytes=len(head) + offset)
 
 
 def head_length(data: bytes) -> int:
@@ -203,11 +209,11 @@ def _file_order(arrays: Sequence[HostArray]) -> list[int]:
 def _bytes_of(array: HostArray) -> memoryview:
     if array.dtype not in _CODES:
         raise UnsupportedArray(array.dtype.str)
-    return np.ascontiguousarray(array).data
+    data = array.data
+    return data if data.c_contiguous else np.ascontiguousarray(array).data
 
 
-def _head_json(entry: Entry, order: Sequence[int], checksum: str) -> bytes:
-    name = entry.name
+def _head_json(name: EntryName, checksum: str, items: dict[str, _Array]) -> bytes:
     metadata = _Metadata(
         treadle=FORMAT_VERSION,
         seal=_NO_SEAL,
@@ -218,15 +224,7 @@ def _head_json(entry: Entry, order: Sequence[int], checksum: str) -> bytes:
         parent=name.parent.hex(),
         num_tokens=str(name.num_tokens),
     )
-    head: dict[str, Any] = {"__metadata__": metadata}
-    offset = 0
-    for number in order:
-        array = entry.arrays[number]
-        end = offset + array.nbytes
-        code = _CODES[array.dtype]
-        head[f"{number:04d}"] = _Array(dtype=code, shape=array.shape, data_offsets=(offset, end))
-        offset = end
-    return json.encode(head)
+    return json.encode({"__metadata__": metadata, **items})
 
 
 def _seal(head: bytes) -> bytes:

@@ -316,7 +316,7 @@ class Shelf:
                 return "no_free_space"
             # Others have filled the file system: evicting all would not help.
             free = 0
-        while change.figure("num_bytes") > budget or free < 0:
+        while ours > budget or free < 0:
             victim = change.oldest(keep)
             if victim is None:
                 return "no_room"
@@ -324,6 +324,7 @@ class Shelf:
             unlink_if_there(self._files, self._layout.entry(victim.name.digest))
             change.remove(victim.name.digest)
             self._counters.add("evicted")
+            ours -= victim.num_bytes
             free += victim.num_bytes
         return None
 
