@@ -93,11 +93,12 @@ def test_a_clear_is_one_for_both(make: Make) -> None:
 
 
 def test_a_clear_reaches_what_the_other_has_waiting(make: Make) -> None:
-    left, is_put = make(), Event()
+    left, is_put, is_cleared = make(), Event(), Event()
 
     def clear_once(call: Call, path: Path) -> None:
         # Between the room that is made for the first entry, and its file.
-        if call == "create" and not is_put.is_set():
+        if call == "create" and not is_cleared.is_set():
+            is_cleared.set()
             assert is_put.wait(20)
             left.clear()
 
