@@ -1,0 +1,154 @@
+"""Decoding images with Pillow: header first, limits next, pixels last.
+
+The result is upright (EXIF orientation applied) and RGB: transparency is composited on white,
+16-bit grey keeps its upper 8 bits, CMYK is converted without colour profile, and of an animation
+the first frame is taken. An image that is cut short is refused, as is one with samples of 32 bits.
+"""
+
+import struct
+import zlib
+from collections.abc import Generator
+from contextlib import contextmanager
+from io import BytesIO
+
+import numpy as np
+from PIL import Image
+
+from treadle_core.errors import describe
+from treadle_multimodal.errors import BrokenMedia, MediaTooLarge, UnsupportedMedia
+from treadle_multimodal.limits import MediaLimits
+from treadle_multimodal.media import Checkpoint, DecodedImage, make_image
+from treadle_multimodal.sniff import check_type
+
+# What Pillow's decoders raise on damaged files.
+DECODE_ERRORS = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    TypeError,
+    LookupError,
+    OverflowError,
+    EOFError,
+    AttributeError,
+    struct.error,
+    zlib.error,
+)
+
+ORIENTATION = 0x0112
+
+UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+WHITE = (255, 255, 255, 255)
+WIDE_GREY = ("I;16", "I;16L", "I;16B", "I;16N")
+TRANSPARENT = ("RGBA", "RGBa", "LA", "La", "PA")
+
+
+def decode_image(
+    data: bytes,
+    limits: MediaLimits,
+    *,
+    media_type: str = "",
+    checkpoint: Checkpoint = lambda: None,
+) -> DecodedImage:
+    """An encoded image as RGB. Blocks, for as long as its pixels take.
+
+    Args:
+        data: The file.
+        limits: Of side and pixels.
+        media_type: As a caller or server says; only errors show it.
+        checkpoint: Called between steps.
+
+    Raises:
+        UnsupportedMedia: It is no image that is decoded here.
+        MediaTooLarge: It has too many pixels; none was decoded.
+        BrokenMedia: It is empty, cut short or damaged.
+    """
+    file_type = check_type(data, "image", media_type)
+    with map_decode_errors():
+        image = Image.open(BytesIO(data), formats=(file_type.reader,))
+    with image:
+        return convert_image(image, limits, checkpoint=checkpoint)
+
+
+def convert_image(
+    image: Image.Image, limits: MediaLimits, *, checkpoint: Checkpoint = lambda: None
+) -> DecodedImage:
+    """An opened image as RGB; it is loaded if it was not, and else left as it is.
+
+    Args:
+        image: In any mode.
+        limits: Of side and pixels.
+        checkpoint: Called between steps.
+
+    Raises:
+        UnsupportedMedia: Its samples have 32 bits.
+        MediaTooLarge: It has too many pixels; none was decoded.
+        BrokenMedia: It is empty, cut short or damaged.
+    """
+    check_size(image.width, image.height, limits)
+    checkpoint()
+    with map_decode_errors():
+        image.load()
+        checkpoint()
+        # Before the modes change: the header is read from the image that was opened.
+        operation = UPRIGHT.get(_orientation(image))
+        rgb = _to_rgb(image)
+        upright = rgb if operation is None else rgb.transpose(operation)
+    checkpoint()
+    return make_image(upright)
+
+
+def check_size(width: int, height: int, limits: MediaLimits) -> None:
+    """Raise MediaTooLarge or BrokenMedia unless an image of that size may be decoded."""
+    size = f"{width} x {height}"
+    if width < 1 or height < 1:
+        raise BrokenMedia("size", size, "at least 1 x 1 pixels")
+    if max(width, height) > limits.max_side:
+        raise MediaTooLarge("size", size, f"at most {limits.max_side} pixels on a side")
+    if width * height > limits.max_pixels:
+        raise MediaTooLarge("size", size, f"at most {limits.max_pixels} pixels")
+
+
+@contextmanager
+def map_decode_errors() -> Generator[None]:
+    """Turn what Pillow raises into errors of media."""
+    try:
+        yield
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise MediaTooLarge("size", str(error), "fewer pixels") from None
+    except DECODE_ERRORS as error:
+        raise BrokenMedia("image", describe(error), "an undamaged image") from error
+
+
+def _orientation(image: Image.Image) -> int:
+    """How the image is to be turned; upright where its EXIF says nothing or cannot be read."""
+    try:
+        value: object = image.getexif().get(ORIENTATION, 1)
+    except DECODE_ERRORS:
+        return 1
+    return value if isinstance(value, int) else 1
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode in WIDE_GREY:
+        return _narrow(image)
+    if image.mode in ("I", "F"):
+        raise UnsupportedMedia("image", f"mode {image.mode}", "samples of 8 or 16 bits")
+    if image.mode in TRANSPARENT or "transparency" in image.info:
+        clear = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", clear.size, WHITE), clear).convert("RGB")
+    return image.convert("RGB")
+
+
+def _narrow(image: Image.Image) -> Image.Image:
+    """16-bit grey as RGB; Pillow's own conversion would cut off, not scale."""
+    grey = (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)
+    return Image.fromarray(grey).convert("RGB")

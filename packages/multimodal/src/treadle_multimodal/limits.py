@@ -1,0 +1,91 @@
+"""How much media a request may bring, and for how long it may be worked on."""
+
+from typing import assert_never
+
+from msgspec import Struct
+
+from treadle_core.request import check_float, check_int
+from treadle_multimodal.sources import Kind
+
+MIB = 1024 * 1024
+
+MAX_IMAGE_PIXELS = 89_478_485
+"""Pillow warns above this size, whoever asks."""
+
+MAX_DAY = 86_400.0
+
+
+class MediaLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limits of one request's media, checked on creation.
+
+    Bytes are counted as they arrive, sizes before anything is decoded. The memory that decoded
+    media may take at one moment is about ``max_concurrent`` times the larger of
+    ``3 * max_video_pixels``, ``7 * max_pixels`` and ``8 * max_audio_seconds * sample_rate`` bytes,
+    beside what a request keeps.
+
+    Attributes:
+        max_items: Images, videos and audio of one request together.
+        max_image_bytes: Of one encoded image.
+        max_video_bytes: Of one encoded video.
+        max_audio_bytes: Of one encoded audio.
+        max_request_bytes: Of all encoded media of one request.
+        max_side: Width and height of an image or a video frame.
+        max_pixels: Width times height of an image.
+        max_frame_pixels: Width times height of a video frame.
+        max_frames: Frames taken from one video.
+        max_video_pixels: Pixels of all frames taken from one video.
+        max_video_seconds: Length of a video.
+        max_audio_seconds: Length of audio.
+        fetch_seconds: For fetching one item, its redirects included.
+        decode_seconds: For decoding one item.
+        max_redirects: Redirects followed for one item.
+        max_concurrent: Items that are fetched or decoded at one moment, over all requests.
+    """
+
+    max_items: int = 32
+    max_image_bytes: int = 20 * MIB
+    max_video_bytes: int = 256 * MIB
+    max_audio_bytes: int = 64 * MIB
+    max_request_bytes: int = 512 * MIB
+    max_side: int = 16_384
+    max_pixels: int = 40_000_000
+    max_frame_pixels: int = 4096 * 2160
+    max_frames: int = 128
+    max_video_pixels: int = 128 * 1920 * 1080
+    max_video_seconds: float = 1800.0
+    max_audio_seconds: float = 1800.0
+    fetch_seconds: float = 30.0
+    decode_seconds: float = 60.0
+    max_redirects: int = 5
+    max_concurrent: int = 4
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            InvalidRequest: With the field, its value and what is accepted.
+        """
+        check_int("max_items", self.max_items, 1, 1024)
+        for name in ("max_image_bytes", "max_video_bytes", "max_audio_bytes", "max_request_bytes"):
+            check_int(name, getattr(self, name), 1, 2**40)
+        check_int("max_side", self.max_side, 1, 2**16)
+        check_int("max_pixels", self.max_pixels, 1, MAX_IMAGE_PIXELS)
+        check_int("max_frame_pixels", self.max_frame_pixels, 1, MAX_IMAGE_PIXELS)
+        check_int("max_frames", self.max_frames, 1, 2**16)
+        check_int("max_video_pixels", self.max_video_pixels, 1, 2**40)
+        for name in ("max_video_seconds", "max_audio_seconds", "fetch_seconds", "decode_seconds"):
+            check_float(name, getattr(self, name), 0.0, MAX_DAY, exclusive_low=True)
+        check_int("max_redirects", self.max_redirects, 0, 32)
+        check_int("max_concurrent", self.max_concurrent, 1, 256)
+
+    def max_bytes(self, kind: Kind) -> int:
+        """Most encoded bytes of one item."""
+        match kind:
+            case "image":
+                return self.max_image_bytes
+            case "video":
+                return self.max_video_bytes
+            case "audio":
+                return self.max_audio_bytes
+            case _:
+                assert_never(kind)
