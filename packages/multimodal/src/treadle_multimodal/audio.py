@@ -1,6 +1,10 @@
-"""Decoding audio with PyAV: one channel of float32 at the sample rate that is asked for."""
+"""Decoding audio with PyAV: one channel of float32 at the sample rate that is asked for.
+
+Several channels are averaged.
+"""
 
 from collections.abc import Iterator
+from fractions import Fraction
 
 import numpy as np
 from av.audio.frame import AudioFrame
@@ -76,12 +80,16 @@ def _audio_stream(container: InputContainer) -> AudioStream:
 def _frames(
     container: InputContainer, stream: AudioStream, limits: MediaLimits, checkpoint: Checkpoint
 ) -> Iterator[AudioFrame]:
-    """Decoded frames, as long as they are within the limits."""
-    seconds = 0.0
+    """Decoded frames, as long as they are within the limits and of one form."""
+    seconds, form = Fraction(0), None
     for frame in container.decode(stream):
         checkpoint()
         _check_frame(frame)
-        seconds += frame.samples / frame.sample_rate
+        this = frame.sample_rate, frame.layout.nb_channels, frame.format.name
+        if form not in (None, this):
+            raise UnsupportedMedia("sample format", this, f"{form} throughout")
+        form = this
+        seconds += Fraction(frame.samples, frame.sample_rate)
         if seconds > limits.max_audio_seconds:
             limit = f"at most {limits.max_audio_seconds:g} seconds"
             raise MediaTooLarge("audio", "longer audio", limit)
@@ -100,11 +108,13 @@ def _check_frame(frame: AudioFrame) -> None:
 
 def _resample(frames: Iterator[AudioFrame], sample_rate: int) -> Iterator[NDArray[np.float32]]:
     """Frames mixed to one channel at another rate; the last samples come after the last frame."""
-    resampler = AudioResampler(format="flt", layout="mono", rate=sample_rate)
+    resampler = AudioResampler(format="flt", rate=sample_rate)
     for frame in frames:
         yield from map(_samples, resampler.resample(frame))
     yield from map(_samples, resampler.resample(None))
 
 
 def _samples(frame: AudioFrame) -> NDArray[np.float32]:
-    return np.asarray(frame.to_ndarray(), np.float32).reshape(-1)
+    """The mean of the channels: FFmpeg's own mix to one is louder, and may exceed 1."""
+    channels = np.asarray(frame.to_ndarray(), np.float32).reshape(-1, frame.layout.nb_channels)
+    return channels.mean(axis=1, dtype=np.float32)

@@ -6,7 +6,7 @@ them, whatever the name resolves to by then. The certificate is checked against 
 
 import ssl
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from socket import SOCK_STREAM
 from typing import Any, Protocol
 from urllib.parse import urljoin
@@ -221,10 +221,11 @@ async def _receive(
     length = _header(response, b"content-length")
     check_bytes(int(length) if length.isdecimal() else 0, max_bytes)
     data = bytearray()
-    async for piece in response.aiter_stream():
-        check_bytes(len(data) + len(piece), max_bytes)
-        on_bytes(len(piece))
-        data += piece
+    async with aclosing(response.aiter_stream()) as pieces:
+        async for piece in pieces:
+            check_bytes(len(data) + len(piece), max_bytes)
+            on_bytes(len(piece))
+            data += piece
     media_type = _header(response, b"content-type").partition(";")[0].strip().lower()
     return Fetched(data=bytes(data), media_type=media_type)
 

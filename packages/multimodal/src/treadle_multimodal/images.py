@@ -72,7 +72,7 @@ def decode_image(
         BrokenMedia: It is empty, cut short or damaged.
     """
     file_type = check_type(data, "image", media_type)
-    with map_decode_errors():
+    with map_decode_errors(limits):
         image = Image.open(BytesIO(data), formats=(file_type.reader,))
     with image:
         return convert_image(image, limits, checkpoint=checkpoint)
@@ -95,7 +95,7 @@ def convert_image(
     """
     check_size(image.width, image.height, limits)
     checkpoint()
-    with map_decode_errors():
+    with map_decode_errors(limits):
         image.load()
         checkpoint()
         # Before the modes change: the header is read from the image that was opened.
@@ -118,12 +118,12 @@ def check_size(width: int, height: int, limits: MediaLimits) -> None:
 
 
 @contextmanager
-def map_decode_errors() -> Generator[None]:
+def map_decode_errors(limits: MediaLimits) -> Generator[None]:
     """Turn what Pillow raises into errors of media."""
     try:
         yield
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise MediaTooLarge("size", str(error), "fewer pixels") from None
+        raise MediaTooLarge("size", str(error), f"at most {limits.max_pixels} pixels") from None
     except DECODE_ERRORS as error:
         raise BrokenMedia("image", describe(error), "an undamaged image") from error
 
