@@ -314,7 +314,7 @@ REFERENCES = st.sampled_from(["https://a", "data:,", "data:;base64,", "file:///a
 TYPES = ["image_url", "image", "input_image", "video_url", "video", "audio_url", "audio"]
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(
     kind=st.sampled_from([*TYPES, "input_audio", "text"]),
     members=st.dictionaries(
