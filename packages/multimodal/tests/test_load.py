@@ -68,6 +68,10 @@ def loader(server: Server, limits: MediaLimits | None = None) -> MediaLoader:
     return MediaLoader(config, fetcher=fetcher)
 
 
+def decoding(max_bytes: int) -> MultimodalConfig:
+    return MultimodalConfig(limits=MediaLimits(max_decoded_bytes=max_bytes))
+
+
 def url_part(url: str) -> MediaPart:
     return MediaPart(kind="image", source=Url(url=url))
 
@@ -315,6 +319,31 @@ async def test_fetched_bytes_count_together_while_they_arrive() -> None:
         limits = MediaLimits(max_request_bytes=100_000, max_image_bytes=95_000)
         with pytest.raises(MediaTooLarge, match="over all media"):
             await loader(server, limits).load(parts)
+
+
+async def test_decoded_bytes_count_together_before_they_are_decoded() -> None:
+    size = 24 * 16 * 3
+    parts = [image_part(png(seed=seed)) for seed in range(3)]
+
+    assert len(await load_media(parts, decoding(3 * size))) == 3
+    with pytest.raises(MediaTooLarge, match=f"decoded bytes: got {3 * size}, expected at most"):
+        await load_media(parts, decoding(3 * size - 1))
+    with pytest.raises(MediaTooLarge, match="decoded bytes: got 108000000"):
+        await load_media([image_part(huge_png(6000, 6000))], decoding(10**8))
+
+
+@pytest.mark.parametrize(
+    ("part", "size"),
+    [
+        (bytes_part("video", VIDEO, fps=1.0), 3 * 64 * 48 * 3),
+        (bytes_part("audio", wav(tone(0.5))), 8000 * 4),
+        (MediaPart(kind="image", source=PilImage(image=picture())), 24 * 16 * 3),
+    ],
+)
+async def test_decoded_bytes_of_every_kind_count(part: MediaPart, size: int) -> None:
+    assert len(await load_media([part], decoding(size))) == 1
+    with pytest.raises(MediaTooLarge, match="decoded bytes"):
+        await load_media([part], decoding(size - 1))
 
 
 async def test_the_first_failure_ends_the_others() -> None:

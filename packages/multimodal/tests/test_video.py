@@ -1,7 +1,9 @@
 """Decoding of videos: which frames are taken, limits, damage."""
 
 from fractions import Fraction
+from io import BytesIO
 
+import av
 import numpy as np
 import pytest
 
@@ -22,7 +24,7 @@ from treadle_multimodal import (
 )
 from treadle_multimodal.video import Timeline, choose_frames
 
-from .media_files import audio, grey_frames, png, tone, video
+from .media_files import audio, encode, grey_frames, picture, png, tone, video
 
 LIMITS = MediaLimits()
 
@@ -220,6 +222,31 @@ def test_a_file_that_ends_long_before_its_header_says_is_refused(form: str) -> N
 
     with pytest.raises(BrokenMedia, match=r"got '\d\.\d of 4\.0 seconds'.*not cut short"):
         decode_video(data[: len(data) // 3], LIMITS, fps=2.0)
+
+
+@pytest.mark.parametrize("size", [(64, 64), (32, 32), (3000, 3000)])
+def test_a_size_that_changes_on_the_way_is_refused(size: tuple[int, int]) -> None:
+    data = motion_jpeg([encode(picture(48, 48), "JPEG")] * 3 + [encode(picture(*size), "JPEG")] * 3)
+    limits = MediaLimits(max_frame_pixels=1_000_000)
+
+    with pytest.raises((UnsupportedMedia, BrokenMedia)):
+        decode_video(data, limits, fps=10.0)
+
+
+def motion_jpeg(pictures: list[bytes]) -> bytes:
+    """An AVI of JPEG files as they are."""
+    file = BytesIO()
+    with av.open(file, "w", format="avi") as container:
+        stream = container.add_stream("mjpeg", rate=10)
+        stream.width = stream.height = 48
+        stream.pix_fmt = "yuvj420p"
+        for index, data in enumerate(pictures):
+            packet = av.Packet(data)
+            packet.stream, packet.time_base = stream, Fraction(1, 10)
+            packet.pts = packet.dts = index
+            packet.is_keyframe = True
+            container.mux(packet)
+    return file.getvalue()
 
 
 def test_a_checkpoint_ends_it() -> None:

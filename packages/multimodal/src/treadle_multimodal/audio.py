@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from treadle_multimodal.containers import check_length, open_container
 from treadle_multimodal.errors import BrokenMedia, MediaTooLarge, UnsupportedMedia
 from treadle_multimodal.limits import MediaLimits
-from treadle_multimodal.media import Checkpoint, DecodedAudio, make_audio
+from treadle_multimodal.media import Checkpoint, Claim, DecodedAudio, make_audio
 from treadle_multimodal.sniff import check_type
 
 # Few decoders stand open to whoever sends a file; pcm_ stands for all of that family.
@@ -38,6 +38,7 @@ def decode_audio(
     sample_rate: int,
     media_type: str = "",
     checkpoint: Checkpoint = lambda: None,
+    claim: Claim = lambda _: None,
 ) -> DecodedAudio:
     """Encoded audio, or the audio of a video file, as samples. Blocks; deterministic.
 
@@ -47,6 +48,7 @@ def decode_audio(
         sample_rate: Of the result.
         media_type: As a caller or server says; only errors show it.
         checkpoint: Called between frames.
+        claim: Called with the bytes that each of them adds to the result.
 
     Raises:
         UnsupportedMedia: It is no audio that is decoded here.
@@ -56,7 +58,10 @@ def decode_audio(
     file_type = check_type(data, "audio", media_type)
     with open_container(data, file_type, "audio") as container:
         stream = _audio_stream(container)
-        pieces = list(_resample(_frames(container, stream, limits, checkpoint), sample_rate))
+        pieces = list[NDArray[np.float32]]()
+        for piece in _resample(_frames(container, stream, limits, checkpoint), sample_rate):
+            claim(piece.nbytes)
+            pieces.append(piece)
         samples = np.concatenate(pieces) if pieces else np.zeros(0, np.float32)
         if file_type.reader in TRUE_LENGTH:
             check_length(container, len(samples) / sample_rate, "audio")

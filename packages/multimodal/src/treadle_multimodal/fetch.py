@@ -13,6 +13,7 @@ from urllib.parse import urljoin
 
 import anyio
 import httpcore2
+from anyio import to_thread
 from httpcore2 import AnyIOBackend, AsyncNetworkBackend, AsyncNetworkStream
 from msgspec import Struct
 
@@ -134,7 +135,7 @@ class Fetcher:
         self._limits = limits
         self._resolver = resolver or SystemResolver()
         self._network = network or AnyIOBackend()
-        self._ssl_context = ssl_context or httpcore2.default_ssl_context()
+        self._ssl_context = ssl_context
 
     async def fetch(
         self, url: str, max_bytes: int, on_bytes: Callable[[int], None] = lambda _: None
@@ -171,9 +172,10 @@ class Fetcher:
     @asynccontextmanager
     async def _get(self, target: Target) -> AsyncGenerator[httpcore2.Response]:
         network = PinnedBackend(self._network, await self._addresses(target))
+        ssl_context = await self._trusted() if target.scheme == "https" else None
         with map_http_errors(target):
             async with (
-                httpcore2.AsyncConnectionPool(self._ssl_context, network_backend=network) as pool,
+                httpcore2.AsyncConnectionPool(ssl_context, network_backend=network) as pool,
                 pool.stream(
                     "GET",
                     target.url,
@@ -182,6 +184,12 @@ class Fetcher:
                 ) as response,
             ):
                 yield response
+
+    async def _trusted(self) -> ssl.SSLContext:
+        """The trusted authorities; the machine's are read once, which takes tens of milliseconds."""
+        if self._ssl_context is None:
+            self._ssl_context = await to_thread.run_sync(httpcore2.default_ssl_context)
+        return self._ssl_context
 
     async def _addresses(self, target: Target) -> Sequence[str]:
         found: Sequence[str] = (target.host,)

@@ -17,7 +17,7 @@ from PIL import Image
 from treadle_core.errors import describe
 from treadle_multimodal.errors import BrokenMedia, MediaTooLarge, UnsupportedMedia
 from treadle_multimodal.limits import MediaLimits
-from treadle_multimodal.media import Checkpoint, DecodedImage, make_image
+from treadle_multimodal.media import Checkpoint, Claim, DecodedImage, make_image
 from treadle_multimodal.sniff import check_type
 
 # What Pillow's decoders raise on damaged files.
@@ -46,7 +46,7 @@ UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 
-WHITE = (255, 255, 255, 255)
+WHITE = (255, 255, 255)
 WIDE_GREY = ("I;16", "I;16L", "I;16B", "I;16N")
 TRANSPARENT = ("RGBA", "RGBa", "LA", "La", "PA")
 
@@ -57,6 +57,7 @@ def decode_image(
     *,
     media_type: str = "",
     checkpoint: Checkpoint = lambda: None,
+    claim: Claim = lambda _: None,
 ) -> DecodedImage:
     """An encoded image as RGB. Blocks, for as long as its pixels take.
 
@@ -65,6 +66,7 @@ def decode_image(
         limits: Of side and pixels.
         media_type: As a caller or server says; only errors show it.
         checkpoint: Called between steps.
+        claim: Called with the bytes of the result, before anything is decoded.
 
     Raises:
         UnsupportedMedia: It is no image that is decoded here.
@@ -75,11 +77,15 @@ def decode_image(
     with map_decode_errors(limits):
         image = Image.open(BytesIO(data), formats=(file_type.reader,))
     with image:
-        return convert_image(image, limits, checkpoint=checkpoint)
+        return convert_image(image, limits, checkpoint=checkpoint, claim=claim)
 
 
 def convert_image(
-    image: Image.Image, limits: MediaLimits, *, checkpoint: Checkpoint = lambda: None
+    image: Image.Image,
+    limits: MediaLimits,
+    *,
+    checkpoint: Checkpoint = lambda: None,
+    claim: Claim = lambda _: None,
 ) -> DecodedImage:
     """An opened image as RGB; it is loaded if it was not, and else left as it is.
 
@@ -87,6 +93,7 @@ def convert_image(
         image: In any mode.
         limits: Of side and pixels.
         checkpoint: Called between steps.
+        claim: Called with the bytes of the result, before anything is decoded.
 
     Raises:
         UnsupportedMedia: Its samples have 32 bits.
@@ -94,6 +101,7 @@ def convert_image(
         BrokenMedia: It is empty, cut short or damaged.
     """
     check_size(image.width, image.height, limits)
+    claim(3 * image.width * image.height)
     checkpoint()
     with map_decode_errors(limits):
         image.load()
@@ -143,8 +151,10 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode in ("I", "F"):
         raise UnsupportedMedia("image", f"mode {image.mode}", "samples of 8 or 16 bits")
     if image.mode in TRANSPARENT or "transparency" in image.info:
-        clear = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", clear.size, WHITE), clear).convert("RGB")
+        clear = image if image.mode == "RGBA" else image.convert("RGBA")
+        opaque = Image.new("RGB", clear.size, WHITE)
+        opaque.paste(clear, mask=clear.getchannel("A"))
+        return opaque
     return image.convert("RGB")
 
 

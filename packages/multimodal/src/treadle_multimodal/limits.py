@@ -12,16 +12,15 @@ MIB = 1024 * 1024
 MAX_IMAGE_PIXELS = 89_478_485
 """Pillow warns above this size, whoever asks."""
 
-MAX_DAY = 86_400.0
+DAY = 86_400.0
 
 
 class MediaLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of one request's media, checked on creation.
 
-    Bytes are counted as they arrive, sizes before anything is decoded. The memory that decoded
-    media may take at one moment is about ``max_concurrent`` times the larger of
-    ``3 * max_video_pixels``, ``7 * max_pixels`` and ``8 * max_audio_seconds * sample_rate`` bytes,
-    beside what a request keeps.
+    Bytes are counted as they arrive, sizes before anything is decoded. While it is decoded an item
+    takes more than its result: an image up to 13 bytes per pixel, a video a few frames, audio its
+    samples twice.
 
     Attributes:
         max_items: Images, videos and audio of one request together.
@@ -29,6 +28,7 @@ class MediaLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         max_video_bytes: Of one encoded video.
         max_audio_bytes: Of one encoded audio.
         max_request_bytes: Of all encoded media of one request.
+        max_decoded_bytes: Of all pixels and samples of one request: 3 per pixel, 4 per sample.
         max_side: Width and height of an image or a video frame.
         max_pixels: Width times height of an image.
         max_frame_pixels: Width times height of a video frame.
@@ -47,6 +47,7 @@ class MediaLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     max_video_bytes: int = 256 * MIB
     max_audio_bytes: int = 64 * MIB
     max_request_bytes: int = 512 * MIB
+    max_decoded_bytes: int = 1024 * MIB
     max_side: int = 16_384
     max_pixels: int = 40_000_000
     max_frame_pixels: int = 4096 * 2160
@@ -66,15 +67,20 @@ class MediaLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             InvalidRequest: With the field, its value and what is accepted.
         """
         check_int("max_items", self.max_items, 1, 1024)
-        for name in ("max_image_bytes", "max_video_bytes", "max_audio_bytes", "max_request_bytes"):
-            check_int(name, getattr(self, name), 1, 2**40)
+        check_int("max_image_bytes", self.max_image_bytes, 1, 2**40)
+        check_int("max_video_bytes", self.max_video_bytes, 1, 2**40)
+        check_int("max_audio_bytes", self.max_audio_bytes, 1, 2**40)
+        check_int("max_request_bytes", self.max_request_bytes, 1, 2**40)
+        check_int("max_decoded_bytes", self.max_decoded_bytes, 1, 2**40)
         check_int("max_side", self.max_side, 1, 2**16)
         check_int("max_pixels", self.max_pixels, 1, MAX_IMAGE_PIXELS)
         check_int("max_frame_pixels", self.max_frame_pixels, 1, MAX_IMAGE_PIXELS)
         check_int("max_frames", self.max_frames, 1, 2**16)
         check_int("max_video_pixels", self.max_video_pixels, 1, 2**40)
-        for name in ("max_video_seconds", "max_audio_seconds", "fetch_seconds", "decode_seconds"):
-            check_float(name, getattr(self, name), 0.0, MAX_DAY, exclusive_low=True)
+        _check_seconds("max_video_seconds", self.max_video_seconds)
+        _check_seconds("max_audio_seconds", self.max_audio_seconds)
+        _check_seconds("fetch_seconds", self.fetch_seconds)
+        _check_seconds("decode_seconds", self.decode_seconds)
         check_int("max_redirects", self.max_redirects, 0, 32)
         check_int("max_concurrent", self.max_concurrent, 1, 256)
 
@@ -89,3 +95,7 @@ class MediaLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
                 return self.max_audio_bytes
             case _:
                 assert_never(kind)
+
+
+def _check_seconds(field: str, value: object) -> None:
+    check_float(field, value, 0.0, DAY, exclusive_low=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import Lock
 from typing import TypeVar, assert_never
 
 import anyio
@@ -16,7 +17,8 @@ from treadle_multimodal.errors import Item, MediaError, MediaTimeout, MediaTooLa
 from treadle_multimodal.fetch import Fetcher
 from treadle_multimodal.files import read_file
 from treadle_multimodal.images import convert_image, decode_image
-from treadle_multimodal.media import Checkpoint, Media
+from treadle_multimodal.limits import MediaLimits
+from treadle_multimodal.media import Checkpoint, Claim, Media
 from treadle_multimodal.sources import (
     Base64,
     Bytes,
@@ -68,7 +70,7 @@ class MediaLoader:
         limit = self._config.limits.max_items
         if len(parts) > limit:
             raise MediaTooLarge("media", f"{len(parts)} items", f"at most {limit} in a request")
-        budget = ByteBudget(self._config.limits.max_request_bytes)
+        budget = Budget(self._config.limits)
         loaded: dict[int, Media] = {}
         failures: list[MediaError] = []
 
@@ -88,16 +90,16 @@ class MediaLoader:
             raise failures[0]
         return tuple(loaded[index] for index in range(len(parts)))
 
-    async def _load_part(self, part: MediaPart, budget: "ByteBudget") -> Media:
+    async def _load_part(self, part: MediaPart, budget: "Budget") -> Media:
         source = part.source
         if isinstance(source, Url):
             max_bytes = self._config.limits.max_bytes(part.kind)
-            fetched = await self._fetcher.fetch(source.url, max_bytes, budget.take)
+            fetched = await self._fetcher.fetch(source.url, max_bytes, budget.take_encoded)
             source = Bytes(data=fetched.data, media_type=fetched.media_type)
         elif not isinstance(source, PilImage):
             source = await self._in_thread(partial(self._read, part, source))
-            budget.take(len(source.data))
-        return await self._in_thread(partial(self._decode, part, source, self._checkpoint()))
+            budget.take_encoded(len(source.data))
+        return await self._in_thread(partial(self._decode, part, source, budget.take_decoded))
 
     def _read(self, part: MediaPart, source: Base64 | Bytes | DataUri | LocalPath) -> Bytes:
         """The bytes of a source that is not fetched. Blocks."""
@@ -115,15 +117,17 @@ class MediaLoader:
             case _:
                 assert_never(source)
 
-    def _decode(self, part: MediaPart, source: Bytes | PilImage, checkpoint: Checkpoint) -> Media:
+    def _decode(self, part: MediaPart, source: Bytes | PilImage, claim: Claim) -> Media:
         """A file as what its part says. Blocks."""
-        limits = self._config.limits
+        limits, checkpoint = self._config.limits, self._checkpoint()
         if isinstance(source, PilImage):
-            return convert_image(source.image, limits, checkpoint=checkpoint)
+            return convert_image(source.image, limits, checkpoint=checkpoint, claim=claim)
         data, media_type = source.data, source.media_type
         match part.kind:
             case "image":
-                return decode_image(data, limits, media_type=media_type, checkpoint=checkpoint)
+                return decode_image(
+                    data, limits, media_type=media_type, checkpoint=checkpoint, claim=claim
+                )
             case "video":
                 return decode_video(
                     data,
@@ -132,6 +136,7 @@ class MediaLoader:
                     max_frames=part.options.max_frames,
                     media_type=media_type,
                     checkpoint=checkpoint,
+                    claim=claim,
                 )
             case "audio":
                 return decode_audio(
@@ -140,6 +145,7 @@ class MediaLoader:
                     sample_rate=self._config.audio_sample_rate,
                     media_type=media_type,
                     checkpoint=checkpoint,
+                    claim=claim,
                 )
             case _:
                 assert_never(part.kind)
@@ -150,42 +156,54 @@ class MediaLoader:
         return await to_thread.run_sync(work, limiter=self._threads)
 
     def _checkpoint(self) -> Checkpoint:
-        """Ends the work of a thread when it takes too long or nobody waits for it."""
+        """Ends the work of a thread when it takes too long from now, or nobody waits for it."""
         seconds = self._config.limits.decode_seconds
-        end: list[float] = []
+        end = self._clock.now() + seconds
 
         def check() -> None:
             from_thread.check_cancelled()
-            now = self._clock.now()
-            # The time in the queue for a thread does not count.
-            end[:] = end or [now + seconds]
-            if now > end[0]:
+            if self._clock.now() > end:
                 raise MediaTimeout("decoding", "more time", f"at most {seconds:g} seconds")
 
         return check
 
 
-class ByteBudget:
-    """Encoded bytes that one request may still bring.
+class Budget:
+    """What one request may still bring. Safe to use from several threads.
 
     Args:
-        limit: All of them.
+        limits: Of a request's encoded and decoded bytes.
     """
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._taken = 0
+    def __init__(self, limits: MediaLimits) -> None:
+        self._limits = limits
+        self._encoded = 0
+        self._decoded = 0
+        self._lock = Lock()
 
-    def take(self, num_bytes: int) -> None:
-        """Count bytes.
+    def take_encoded(self, num_bytes: int) -> None:
+        """Count bytes of files.
 
         Raises:
             MediaTooLarge: They are more than are left.
         """
-        self._taken += num_bytes
-        if self._taken > self._limit:
-            limit = f"at most {self._limit} over all media of a request"
-            raise MediaTooLarge("bytes", self._taken, limit)
+        with self._lock:
+            self._encoded += num_bytes
+            self._check("bytes", self._encoded, self._limits.max_request_bytes)
+
+    def take_decoded(self, num_bytes: int) -> None:
+        """Count bytes of pixels and samples.
+
+        Raises:
+            MediaTooLarge: They are more than are left.
+        """
+        with self._lock:
+            self._decoded += num_bytes
+            self._check("decoded bytes", self._decoded, self._limits.max_decoded_bytes)
+
+    def _check(self, field: str, taken: int, limit: int) -> None:
+        if taken > limit:
+            raise MediaTooLarge(field, taken, f"at most {limit} over all media of a request")
 
 
 async def load_media(
@@ -195,6 +213,8 @@ async def load_media(
     fetcher: Fetcher | None = None,
 ) -> tuple[Media, ...]:
     """The media of one request, in the order of ``parts``; see :meth:`MediaLoader.load`.
+
+    Each call has a loader of its own, so ``max_concurrent`` bounds this request only.
 
     Raises:
         MediaError: There are too many, or an item cannot be used; ``item`` then names it.

@@ -16,6 +16,9 @@ from PIL import Image
 Checkpoint = Callable[[], None]
 """Called often while decoding; raises to end it: too late, or nobody waits any more."""
 
+Claim = Callable[[int], None]
+"""Called with the bytes that a result will take, before they are; raises if they are too many."""
+
 DIGEST_BYTES = 32
 
 # The number changes with the encoding.

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from treadle_multimodal.containers import check_length, open_container
 from treadle_multimodal.errors import BrokenMedia, MediaTooLarge, UnsupportedMedia
 from treadle_multimodal.limits import MediaLimits
-from treadle_multimodal.media import Checkpoint, DecodedVideo, make_video
+from treadle_multimodal.media import Checkpoint, Claim, DecodedVideo, make_video
 from treadle_multimodal.sniff import check_type
 
 # Few decoders stand open to whoever sends a file.
@@ -53,6 +53,7 @@ def decode_video(
     max_frames: int | None = None,
     media_type: str = "",
     checkpoint: Checkpoint = lambda: None,
+    claim: Claim = lambda _: None,
 ) -> DecodedVideo:
     """Frames of an encoded video. Blocks; equal arguments give equal frames.
 
@@ -63,6 +64,7 @@ def decode_video(
         max_frames: Most frames, spread evenly; at most the limit, which is the default.
         media_type: As a caller or server says; only errors show it.
         checkpoint: Called between packets and frames.
+        claim: Called with the bytes of the result, before anything is decoded.
 
     Raises:
         UnsupportedMedia: It is no video that is decoded here.
@@ -79,7 +81,7 @@ def decode_video(
     wanted = choose_frames(timeline, fps, max_frames or limits.max_frames)
     with open_container(data, file_type, "video") as container:
         stream = _video_stream(container, limits)
-        _check_frames(len(wanted), stream, limits)
+        claim(3 * _check_frames(len(wanted), stream, limits))
         # The decoder then allocates no larger frame, if the size changes on the way.
         stream.codec_context.options = {"max_pixels": str(limits.max_frame_pixels)}
         found = list(_take_frames(container, stream, wanted, checkpoint))
@@ -140,12 +142,14 @@ def _check_frame_size(width: int, height: int, limits: MediaLimits) -> None:
         raise MediaTooLarge("frame size", size, f"at most {limits.max_frame_pixels} pixels")
 
 
-def _check_frames(num_frames: int, stream: VideoStream, limits: MediaLimits) -> None:
+def _check_frames(num_frames: int, stream: VideoStream, limits: MediaLimits) -> int:
+    """Pixels of so many frames together, if they are within the limit."""
     width, height = stream.codec_context.width, stream.codec_context.height
     if num_frames * width * height > limits.max_video_pixels:
         frames = f"{num_frames} frames of {width} x {height}"
         limit = f"at most {limits.max_video_pixels} pixels together; lower fps or max_frames"
         raise MediaTooLarge("frames", frames, limit)
+    return num_frames * width * height
 
 
 def _read_timeline(
@@ -182,16 +186,15 @@ def _take_frames(
 ) -> Iterator[tuple[int, NDArray[np.uint8]]]:
     """The wanted frames: for each tick the first frame at or after it, each frame once."""
     remaining = list(reversed(wanted))
-    size = None
+    size = stream.codec_context.width, stream.codec_context.height
     for frame in container.decode(stream):
         checkpoint()
         if frame.is_corrupt:
             raise BrokenMedia("video", "a damaged frame", "an undamaged video file")
         if frame.pts is None or frame.pts < remaining[-1]:
             continue
-        if size not in (None, (frame.width, frame.height)):
+        if (frame.width, frame.height) != size:
             raise UnsupportedMedia("frame size", (frame.width, frame.height), f"{size} throughout")
-        size = frame.width, frame.height
         yield frame.pts, _upright_pixels(frame)
         while remaining and remaining[-1] <= frame.pts:
             remaining.pop()
