@@ -22,9 +22,11 @@ from treadle_multimodal import (
     UnsupportedMedia,
     decode_video,
 )
+from treadle_multimodal.containers import open_container
+from treadle_multimodal.sniff import sniff
 from treadle_multimodal.video import Timeline, choose_frames
 
-from .media_files import audio, encode, grey_frames, picture, png, tone, video
+from .media_files import audio, encode, grey_frames, picture, png, tone, video, wav
 
 LIMITS = MediaLimits()
 
@@ -247,6 +249,23 @@ def motion_jpeg(pictures: list[bytes]) -> bytes:
             packet.is_keyframe = True
             container.mux(packet)
     return file.getvalue()
+
+
+@pytest.mark.parametrize(("codec", "runs"), [("libx264", True), ("ffv1", False)])
+def test_only_the_decoders_of_a_list_run(codec: str, runs: bool) -> None:
+    data = video(grey_frames([0, 8, 16]), "matroska", codec)
+    opened = open_container(data, sniff(data), "video", ["h264"], max_pixels=64 * 48)
+    with opened as container:
+        # The pixel format is known to who decoded a frame.
+        assert (container.streams.video[0].codec_context.pix_fmt is not None) == runs
+
+
+def test_only_the_demuxer_of_the_type_is_tried() -> None:
+    with (
+        pytest.raises(BrokenMedia, match="an undamaged audio file"),
+        open_container(wav(tone()), sniff(THIRTY), "audio", ["pcm_s16le"]),
+    ):
+        pass
 
 
 def test_a_checkpoint_ends_it() -> None:

@@ -6,6 +6,7 @@ Several channels are averaged.
 from collections.abc import Iterator
 from fractions import Fraction
 
+import av
 import numpy as np
 from av.audio.frame import AudioFrame
 from av.audio.resampler import AudioResampler
@@ -22,6 +23,11 @@ from treadle_multimodal.sniff import check_type
 # Few decoders stand open to whoever sends a file; pcm_ stands for all of that family.
 CODECS = ("aac", "alac", "flac", "mp3", "opus", "vorbis")
 PCM = "pcm_"
+DECODERS = (
+    *CODECS,
+    "mp3float",
+    *sorted(name for name in av.codecs_available if name.startswith(PCM)),
+)
 
 MAX_CHANNELS = 16
 MIN_SOURCE_RATE = 1000
@@ -56,7 +62,7 @@ def decode_audio(
         BrokenMedia: It is empty, cut short or damaged, or has no samples.
     """
     file_type = check_type(data, "audio", media_type)
-    with open_container(data, file_type, "audio") as container:
+    with open_container(data, file_type, "audio", DECODERS) as container:
         stream = _audio_stream(container)
         pieces = list[NDArray[np.float32]]()
         for piece in _resample(_frames(container, stream, limits, checkpoint), sample_rate):

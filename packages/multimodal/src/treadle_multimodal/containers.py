@@ -1,6 +1,6 @@
 """Opening encoded streams with PyAV, as FFmpeg is to see them: one demuxer, no other file."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from io import BytesIO
 from typing import NoReturn
@@ -20,8 +20,17 @@ SLACK_SHARE = 0.1
 
 
 @contextmanager
-def open_container(data: bytes, file_type: FileType, kind: Kind) -> Generator[InputContainer]:
+def open_container(
+    data: bytes, file_type: FileType, kind: Kind, decoders: Iterable[str], max_pixels: int = 1
+) -> Generator[InputContainer]:
     """A container over ``data``, read with the demuxer of its type.
+
+    Args:
+        data: The file.
+        file_type: Names the demuxer.
+        kind: For errors.
+        decoders: FFmpeg's names of those that may run, also while it looks what streams there are.
+        max_pixels: Of a frame, for the same look.
 
     Raises:
         BrokenMedia: It cannot be read, here or while it is open.
@@ -31,6 +40,7 @@ def open_container(data: bytes, file_type: FileType, kind: Kind) -> Generator[In
             BytesIO(data),
             "r",
             format=file_type.reader,
+            options={"codec_whitelist": ",".join(decoders), "max_pixels": str(max_pixels)},
             metadata_errors="replace",
             io_open=_refuse_file,
         ) as container:

@@ -7,6 +7,7 @@ number of frames. Frames are turned upright; pixels that are not square stay as 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 from av.container import InputContainer
@@ -24,6 +25,7 @@ from treadle_multimodal.sniff import check_type
 
 # Few decoders stand open to whoever sends a file.
 CODECS = ("av1", "h264", "hevc", "mjpeg", "mpeg4", "vp8", "vp9")
+DECODERS = (*CODECS, "libdav1d")
 
 
 class Timeline(Struct, frozen=True, kw_only=True):
@@ -74,12 +76,15 @@ def decode_video(
     if max_frames is not None and max_frames > limits.max_frames:
         raise MediaTooLarge("max_frames", max_frames, f"at most {limits.max_frames}")
     file_type = check_type(data, "video", media_type)
-    with open_container(data, file_type, "video") as container:
+    opened = partial(
+        open_container, data, file_type, "video", DECODERS, max_pixels=limits.max_frame_pixels
+    )
+    with opened() as container:
         stream = _video_stream(container, limits)
         timeline = _read_timeline(container, stream, limits, checkpoint)
         check_length(container, float(timeline.duration), "video")
     wanted = choose_frames(timeline, fps, max_frames or limits.max_frames)
-    with open_container(data, file_type, "video") as container:
+    with opened() as container:
         stream = _video_stream(container, limits)
         claim(3 * _check_frames(len(wanted), stream, limits))
         # The decoder then allocates no larger frame, if the size changes on the way.
