@@ -14,7 +14,7 @@ from av.audio.stream import AudioStream
 from av.container import InputContainer
 from numpy.typing import NDArray
 
-from treadle_multimodal.containers import check_length, open_container
+from treadle_multimodal.containers import check_length, codec_name, open_container
 from treadle_multimodal.errors import BrokenMedia, MediaTooLarge, UnsupportedMedia
 from treadle_multimodal.limits import MediaLimits
 from treadle_multimodal.media import Checkpoint, Claim, DecodedAudio, make_audio
@@ -82,7 +82,7 @@ def _audio_stream(container: InputContainer) -> AudioStream:
     if not container.streams.audio:
         raise BrokenMedia("audio", "no audio stream", "a file with an audio stream")
     stream = container.streams.audio[0]
-    name = stream.codec_context.codec.canonical_name
+    name = codec_name(stream)
     if name not in CODECS and not name.startswith(PCM):
         raise UnsupportedMedia("codec", name, f"audio in PCM, {', '.join(CODECS)}")
     return stream

@@ -3,11 +3,13 @@
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from io import BytesIO
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import av
+from av.codec import CodecContext
 from av.container import InputContainer
 from av.error import FFmpegError
+from av.stream import Stream
 
 from treadle_core.errors import describe
 from treadle_multimodal.errors import BrokenMedia
@@ -63,6 +65,13 @@ def check_length(container: InputContainer, seconds: float, kind: Kind) -> None:
     if seconds < claimed - max(SLACK_SECONDS, SLACK_SHARE * claimed):
         found = f"{seconds:.1f} of {claimed:.1f} seconds"
         raise BrokenMedia(kind, found, f"a {kind} file that is not cut short")
+
+
+def codec_name(stream: Stream) -> str:
+    """FFmpeg's name of a stream's codec; empty where it knows none."""
+    # The stubs leave out that there is none then.
+    context = cast("CodecContext | None", stream.codec_context)
+    return "" if context is None else context.codec.canonical_name
 
 
 class _OtherFile(Exception):

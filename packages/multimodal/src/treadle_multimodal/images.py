@@ -30,6 +30,7 @@ DECODE_ERRORS = (
     OverflowError,
     EOFError,
     AttributeError,
+    RuntimeError,
     struct.error,
     zlib.error,
 )

@@ -17,7 +17,7 @@ from av.video.stream import VideoStream
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from treadle_multimodal.containers import check_length, open_container
+from treadle_multimodal.containers import check_length, codec_name, open_container
 from treadle_multimodal.errors import BrokenMedia, MediaTooLarge, UnsupportedMedia
 from treadle_multimodal.limits import MediaLimits
 from treadle_multimodal.media import Checkpoint, Claim, DecodedVideo, make_video
@@ -129,12 +129,12 @@ def _video_stream(container: InputContainer, limits: MediaLimits) -> VideoStream
     ]
     if not streams:
         raise BrokenMedia("video", "no video stream", "a file with a video stream")
-    context = streams[0].codec_context
-    if context.codec.canonical_name not in CODECS:
-        limit = f"a video in {', '.join(CODECS)}"
-        raise UnsupportedMedia("codec", context.codec.canonical_name, limit)
-    _check_frame_size(context.width, context.height, limits)
-    return streams[0]
+    stream = streams[0]
+    name = codec_name(stream)
+    if name not in CODECS:
+        raise UnsupportedMedia("codec", name, f"a video in {', '.join(CODECS)}")
+    _check_frame_size(stream.codec_context.width, stream.codec_context.height, limits)
+    return stream
 
 
 def _check_frame_size(width: int, height: int, limits: MediaLimits) -> None:
