@@ -172,7 +172,8 @@ def softmax(logits: Floats) -> Floats:
     if not math.isfinite(logits.max()):
         return np.zeros_like(logits)
     weights = np.exp(logits - logits.max())
-    return weights / weights.sum()
+    # What the device takes for 0 is 0 here too.
+    return (weights / weights.sum()).astype(np.float32).astype(np.float64)
 
 
 def reference(logits: Floats, draft: list[int], draft_logits: Floats, luck: Luck) -> list[int]:
