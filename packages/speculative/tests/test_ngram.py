@@ -145,7 +145,7 @@ def test_an_entry_takes_no_more_than_it_is_counted_for() -> None:
         used, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert drafter.held_bytes / 3 < used + sys.getsizeof(prompt) < drafter.held_bytes
-        assert drafter.held_bytes == pytest.approx(2 * 6_000 * ENTRY_BYTES, rel=0.01)
+        assert drafter.held_bytes == pytest.approx(2 * 6_000 * ENTRY_BYTES, rel=0.02)
 
 
 def test_the_time_of_a_token_does_not_depend_on_the_rows_length() -> None:
