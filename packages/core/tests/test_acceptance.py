@@ -257,6 +257,13 @@ class TestResidual:
             assert mx.array_equal(verdict.tokens[:, 0], plain)
             assert not lists(mx.any(verdict.accepted > 0))
 
+    def test_huge_logits_are_drawn_from_like_others(self) -> None:
+        draws = [
+            one_row([[1e9, 1e9]], [], np.zeros((0, 2)), seed).tokens.item() for seed in range(40)
+        ]
+
+        assert 10 <= sum(draws) <= 30
+
     def test_rows_do_not_depend_on_each_other(self) -> None:
         """Each of a batch of four gets what it gets alone and with one other."""
         logits = mx.random.normal((4, 4, 6), key=mx.random.key(2)) * 2
@@ -325,11 +332,12 @@ class TestResidual:
 
 
 def one_row(logits: Any, draft: list[int], draft_logits: Any, seed: int) -> Verdict:
+    most, vocab = len(draft), len(logits[0])
     return accept_residual(
         mx.array([logits], dtype=mx.float32),
-        ids([draft]),
-        ids([len(draft)]),
-        mx.array([draft_logits], dtype=mx.float32),
+        ids(draft).reshape(1, most),
+        ids([most]),
+        mx.array(np.array(draft_logits, dtype=np.float32)).reshape(1, most, vocab),
         seed_keys([seed]),
         ids([3]),
     )

@@ -105,6 +105,27 @@ def test_a_drafter_that_raises_is_switched_off_and_said_so() -> None:
     assert drafter.name == "oracle"
 
 
+class FailingOnce(OracleDrafter):
+    """Raises the first time."""
+
+    asked = 0
+
+    def propose(self, rooms: Sequence[DraftRoom]) -> list[Proposal]:
+        self.asked += 1
+        if self.asked == 1:
+            raise RuntimeError
+        return super().propose(rooms)
+
+
+def test_a_drafter_that_failed_once_is_not_trusted_again() -> None:
+    inner = FailingOnce(truth)
+    drafter = GuardedDrafter(inner, VOCAB)
+
+    assert proposed(drafter) == proposed(drafter) == ()
+    assert inner.asked == 1
+    assert drafter.failure == "RuntimeError"
+
+
 class Careless(OracleDrafter):
     """Proposes what it is given."""
 
@@ -163,6 +184,13 @@ def test_a_plain_row_of_a_step_counts_as_bypassed_alone() -> None:
     assert count(Verified(key=A, drafted=0, accepted=0, tokens=(1,))) == DraftCounters()
     assert count_bypass("off").bypassed == {"off": 1}
     assert DraftCounters().acceptance_rate is None
+
+
+def test_adding_counters_changes_neither() -> None:
+    one, other = count_bypass("off"), count_bypass("off")
+
+    assert (one + other).bypassed == {"off": 2}
+    assert one == other == count_bypass("off")
 
 
 def test_a_tally_counts_by_answer_and_in_total() -> None:

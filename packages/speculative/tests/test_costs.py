@@ -43,6 +43,7 @@ def test_waiting_and_looking_ahead_are_told_apart() -> None:
     assert measured((1, 1, 1.1)).of(1, 0) == 1.1
     assert measured((1, 0, 1.0)).of(1, 1) == 1.0
     assert measured((1, 4, 2.0)).of(1, 0) == 2.0
+    assert measured((1, 0, 1.0), (1, 1, 0.9)).of(1, 1) == 1.0
 
 
 def test_other_numbers_of_rows_stand_in_and_each_row_adds_its_token() -> None:
@@ -54,10 +55,12 @@ def test_other_numbers_of_rows_stand_in_and_each_row_adds_its_token() -> None:
     assert costs.of(4, 3) == pytest.approx(5.4)
 
 
-def test_one_measurement_that_is_far_off_changes_little() -> None:
-    costs = measured(*[(1, 1, 1.0)] * 10, (1, 1, 100.0))
+def test_measurements_that_are_far_off_change_nothing_until_they_are_many() -> None:
+    costs = measured(*[(1, 1, 1.0)] * 10, *[(1, 1, 100.0)] * 4)
+    assert costs.of(1, 1) == 1.0
 
-    assert costs.of(1, 1) == pytest.approx(1.2)
+    costs.add(1, 1, 100.0)
+    assert costs.of(1, 1) == 100.0
 
 
 def test_the_first_run_of_a_shape_is_forgotten_at_the_second() -> None:
@@ -76,6 +79,9 @@ def test_what_was_seen_once_is_not_believed_for_long() -> None:
 
     often = measured((1, 1, 1.0), *[(1, 8, 50.0)] * 10, *[(1, 1, 1.0)] * (LONGEST - 1))
     assert often.of(1, 8) == 50.0
+    often.add(1, 1, 1.0)
+    often.add(1, 1, 1.0)
+    assert often.of(1, 8) == 1.0
 
 
 def test_the_age_counts_steps_of_so_many_rows() -> None:

@@ -115,9 +115,9 @@ def test_output_that_was_committed_is_found_and_prompt_and_output_are_one_text()
 
 
 def test_large_token_ids_are_told_apart() -> None:
-    big = 2**32 - 1
+    big, half = 2**32 - 1, 2**31 - 1
     drafter = NgramDrafter(NgramConfig(min_n=2, max_n=2))
-    drafter.join(draft_row(A, (0, big, 7, big, 0, 8, 0, big), []))
+    drafter.join(draft_row(A, (0, big, 7, big, 0, 8, 1, half, 9, 0, big), []))
 
     assert proposed(drafter, 1) == (7,)
 

@@ -1,4 +1,4 @@
-"""What a decode step takes, by rows and width: measured, smoothed, and continued where it is not.
+"""What a decode step takes, by rows and width: measured, and continued where it is not.
 
 The shape is unknown. On a CPU each token adds its share; a GPU takes the first few for nothing and
 then jumps. So there is no formula, only points: between two the cost is a straight line, beyond the
@@ -6,30 +6,33 @@ last it goes on with the slope of all, and what another number of rows has shown
 was never measured.
 """
 
-NEWEST = 0.2
-OUTLIER = 2.0
+from collections import deque
+from statistics import median_low
+
+NEWEST = 9
 FEW = 2
 BRIEFLY = 32
 LONGEST = 1_024
 
 
 class Cell:
-    """A running mean of what one shape took."""
+    """What one shape took: the median of its newest measurements.
+
+    The first run of a shape compiles and allocates, and now and then the machine is busy elsewhere;
+    a mean would take long to forget that, the more so where drafting hinges on it.
+    """
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self.step = 0
         self.num = 0
+        self._newest: deque[float] = deque(maxlen=NEWEST)
 
     def add(self, seconds: float, step: int) -> None:
-        """Take a measurement in; one that is far off counts as far as it is believable."""
+        """Take a measurement in."""
+        self._newest.append(seconds)
+        self.seconds = median_low(self._newest)
         self.num += 1
-        if self.num == 2 and seconds < self.seconds:
-            # The first run of a shape compiles and allocates: not what it takes.
-            self.seconds = seconds
-        if self.num > 1:
-            seconds = min(seconds, OUTLIER * self.seconds)
-        self.seconds += max(NEWEST, 1 / self.num) * (seconds - self.seconds)
         self.step = step
 
     def holds(self, step: int) -> bool:

@@ -153,9 +153,9 @@ class NgramIndex:
         """The continuation of the longest suffix that has one."""
         length = len(self._prompt) + len(self._output)
         suffix = self._pack(max(0, length - self._sizes[-1]), length)
-        entries = zip(self._sizes, self._masks, self._tables, strict=True)
-        for n, mask, table in reversed(list(entries)):
-            start = table.get(suffix & mask) if n <= length else None
+        entries = zip(self._masks, self._tables, strict=True)
+        for mask, table in reversed(list(entries)):
+            start = table.get(suffix & mask)
             if start is not None:
                 return start
         return None
