@@ -160,13 +160,13 @@ class TestFixed(DraftControllerContract):
         return FixedController(3)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8, 32])
+@pytest.mark.parametrize("rows", [1, 8, 32])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_drafts_that_are_always_wrong_cost_next_to_nothing(machine: str, rows: int) -> None:
-    for seed in range(3):
+    for seed in range(2):
         run = Simulation(
             AdaptiveController(), MACHINES[machine], always(0.0), waiting=0.001, seed=seed
-        ).run(keys_of(rows), 400)
+        ).run(keys_of(rows), 300)
         assert run.gain > 0.98
 
 
@@ -187,16 +187,16 @@ def test_in_between_it_is_near_the_best_and_not_behind_plain(
     machine: str, rows: int, rate: float
 ) -> None:
     cost, gains = MACHINES[machine], list[float]()
-    for seed in range(3):
+    for seed in range(2):
         gains.append(
             Simulation(AdaptiveController(), cost, always(rate), waiting=0.0005, seed=seed)
-            .run(keys_of(rows), 400)
+            .run(keys_of(rows), 300)
             .gain
         )
 
-    assert sum(gains) / 3 > 0.98
+    assert sum(gains) / 2 > 0.98
     assert min(gains) > 0.96
-    assert sum(gains) / 3 > 0.85 * best_gain(cost, rows, rate, waiting=0.0005)
+    assert sum(gains) / 2 > 0.85 * best_gain(cost, rows, rate, waiting=0.0005)
 
 
 def test_with_exact_times_it_is_never_behind_plain() -> None:
@@ -229,6 +229,10 @@ def test_rare_drafts_that_are_right_are_worth_waiting_for() -> None:
     run = Simulation(AdaptiveController(), cpu, always(0.9), coverage=0.3, waiting=0.003)
 
     assert run.run(keys_of(1), 400).gain > 1.5
+
+    # A wide forward is dear here, but only steps with a draft have one.
+    dear = Simulation(AdaptiveController(), steep, always(0.9), coverage=0.3)
+    assert dear.run(keys_of(1), 400).gain > 1.12
 
 
 def test_a_drafter_that_takes_longer_than_it_saves_is_not_asked() -> None:
