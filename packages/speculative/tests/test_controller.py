@@ -218,6 +218,14 @@ def test_many_short_wrong_answers_cost_as_little_as_a_long_one() -> None:
     assert run.gain > 0.975
 
 
+def test_a_new_row_is_no_better_than_those_before_it() -> None:
+    run = Simulation(AdaptiveController(), cpu, always(0.0), noise=0.0).run([A], 200)
+    rejected = Verified(key=B, drafted=1, accepted=0, tokens=(0,))
+    run.controller.observe(VerifiedStep(rows=(rejected,), width=2, asked=True, seconds=cpu(1, 2)))
+
+    assert run.controller.limits([DraftRoom(B, MOST)]) == [0]
+
+
 def test_waiting_for_a_drafter_that_has_nothing_costs_next_to_nothing() -> None:
     """Each time that it is asked, the step gives up its look-ahead: 6 % on a CPU."""
     run = Simulation(AdaptiveController(), cpu, always(1.0), coverage=0.0, waiting=0.006)
