@@ -299,6 +299,8 @@ def test_each_row_gets_as_much_as_its_own_drafts_deserve() -> None:
     limits = run.controller.limits([DraftRoom(A, MOST), DraftRoom(B, MOST)])
 
     assert limits == [MOST, 1]
+    run.controller.leave(B)
+    assert run.controller.limits([DraftRoom(A, MOST), DraftRoom(B, MOST)])[1] > 1
 
 
 def test_a_short_draft_of_one_row_is_not_worth_a_wide_forward_for_many() -> None:
