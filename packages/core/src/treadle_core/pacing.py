@@ -12,7 +12,8 @@ OUTLIER = 2.5
 SHORTEST_STALL = 0.1
 STALL_IN_STEPS = 1.5
 LONGEST_STRETCH = 1.25
-CROWDED = 2.0
+CROWDED = 4.0
+FORGOTTEN = 0.05
 
 
 class FixedChunk:
@@ -83,7 +84,7 @@ class AdaptiveChunk:
             seconds = min(seconds, OUTLIER * self._cost.of(num_prefill))
         self._cost.add(num_prefill, seconds)
         if num_decoding:
-            self._largest = max(num_prefill, int(self._largest * (1 - NEWEST)))
+            self._largest = max(num_prefill, int(self._largest * (1 - FORGOTTEN)))
 
     def _target(self, crowd: float) -> float:
         if self._fixed_target is not None:
