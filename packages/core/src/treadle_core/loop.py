@@ -1,10 +1,13 @@
 """The engine behind an event loop: one owner thread makes every model call, anyio carries events."""
 
 import math
+import sys
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Generic, NamedTuple, Self, TypeVar
 
@@ -21,6 +24,9 @@ from treadle_core.request import Request
 T = TypeVar("T")
 
 CLOSED = "the engine is closed"
+TASKS = Path("/proc/self/task")
+EXIT_SECONDS = 0.05
+LONGEST_EXIT_SECONDS = 2.0
 NO_USAGE = Usage(prompt_tokens=0, completion_tokens=0)
 NO_TIMINGS = Timings(queue=0.0, prefill=0.0, first_token=0.0, decode=0.0, total=0.0)
 
@@ -364,8 +370,26 @@ class AsyncEngine:
             self._wake.notify()
         if self._thread is not None:
             with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(self._thread.join)
+                await anyio.to_thread.run_sync(join, self._thread)
         await self._stack.aclose()
+
+
+def join(thread: threading.Thread) -> None:
+    """Wait until a thread has ended, for the operating system too.
+
+    mlx gives back what it keeps for a thread when the system ends it. It needs the interpreter for
+    that, and aborts the process if there is none any more. Before 3.13 Python's own join returns
+    earlier.
+    """
+    thread.join()
+    if sys.version_info >= (3, 13):
+        return
+    if not TASKS.is_dir():
+        time.sleep(EXIT_SECONDS)
+        return
+    task, patience = TASKS / str(thread.native_id), time.monotonic() + LONGEST_EXIT_SECONDS
+    while task.exists() and time.monotonic() < patience:
+        time.sleep(0.001)
 
 
 def tellable(error: BaseException) -> Exception:
