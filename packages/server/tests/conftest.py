@@ -23,6 +23,7 @@ from treadle_core.testing.fakes import BEGIN, END, ByteTokenizer
 from treadle_core.testing.scripted import ScriptedRunner
 from treadle_server.app import create_app
 from treadle_server.settings import ServeConfig
+from treadle_server.warm import WarmChat
 
 READY = "Treadle is ready on "
 
@@ -59,9 +60,14 @@ class ChatByteTokenizer(ByteTokenizer):
 
 
 def spells(answer: Callable[[bytes], bytes]) -> Callable[[Sequence[int]], int]:
-    """A script: after its prompt, a row says ``answer(prompt)`` and ends."""
+    """A script: after its prompt, a row says ``answer(prompt)`` and ends.
+
+    The beginning of a chat has nothing to answer.
+    """
 
     def script(tokens: Sequence[int]) -> int:
+        if BEGIN not in tokens:
+            return END
         prompt_end = list(tokens).index(BEGIN)
         said = answer(bytes(tokens[:prompt_end]))
         position = len(tokens) - prompt_end - 1
@@ -141,6 +147,7 @@ def serve() -> Serve:
         tokenizer: Tokenizer | None = None,
         observers: Sequence[Observer] = (),
         store: PrefixStore | None = None,
+        warm: Sequence[WarmChat] = (),
     ) -> AsyncGenerator[Served]:
         config = config or ServeConfig()
         script = Fixed(model) if isinstance(model, str) else model
@@ -154,7 +161,7 @@ def serve() -> Serve:
                 store=store,
             )
         )
-        app = create_app(engine, config)
+        app = create_app(engine, config, warm=warm)
         transport = httpx2.ASGITransport(app, raise_app_exceptions=raises)
         async with (
             app.router.lifespan_context(app),

@@ -1,6 +1,6 @@
 """The application: routes, what stands before them, and what becomes of errors."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from starlette.applications import Starlette
@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from treadle_core import AsyncEngine, SystemClock, TreadleError
 from treadle_core.ports import Clock
+from treadle_server.cache_routes import CacheRoutes
 from treadle_server.errors import reply_to_status
 from treadle_server.health import HealthRoutes, Watch
 from treadle_server.http import CLIENT_LEFT, ApiKey, Surprises, beside, error_response, explain
@@ -20,6 +21,7 @@ from treadle_server.openai.completions import Completions
 from treadle_server.openai.models import Models
 from treadle_server.serving import Serving
 from treadle_server.settings import ServeConfig
+from treadle_server.warm import WarmChat, Warmer
 
 OPEN_PATHS = frozenset({"/health"})
 
@@ -27,7 +29,11 @@ Handler = Callable[[Request, Exception], Awaitable[Response]]
 
 
 def create_app(
-    engine: AsyncEngine, config: ServeConfig | None = None, *, clock: Clock | None = None
+    engine: AsyncEngine,
+    config: ServeConfig | None = None,
+    *,
+    clock: Clock | None = None,
+    warm: Sequence[WarmChat] = (),
 ) -> Starlette:
     """An application that serves ``engine``. Any number of them may exist.
 
@@ -38,28 +44,34 @@ def create_app(
         engine: Not entered yet.
         config: What the server was told; the parts about loading are for whoever made the engine.
         clock: Time, for the watch over the engine.
+        warm: Chats to compute at the start; see :mod:`treadle_server.warm`.
     """
     config = config or ServeConfig()
     serving = Serving(engine, config)
     watch = Watch(engine, clock or SystemClock(), config.http.stall_seconds)
+    warmer = Warmer(serving, warm)
     app = Starlette(
-        routes=make_routes(serving, watch),
+        routes=make_routes(serving, watch, warmer),
         middleware=make_middleware(config.http.api_key),
         exception_handlers=make_handlers(),
-        lifespan=make_lifespan(serving, watch),
+        lifespan=make_lifespan(serving, watch, warmer),
     )
     app.router.redirect_slashes = False
     app.state.dispatcher = serving.dispatcher
     return app
 
 
-def make_routes(serving: Serving, watch: Watch) -> list[Route]:
+def make_routes(serving: Serving, watch: Watch, warmer: Warmer) -> list[Route]:
     """All paths."""
-    health, models = HealthRoutes(watch), Models(serving)
+    health = HealthRoutes(watch, lambda: warmer.progress)
+    models, cache = Models(serving), CacheRoutes(serving.engine, warmer.again)
     chat, completions = ChatCompletions(serving), Completions(serving)
     return [
         Route("/health", health.health),
         Route("/ready", health.ready),
+        Route("/v1/cache/stats", cache.stats),
+        Route("/v1/cache", cache.clear, methods=["DELETE"]),
+        Route("/v1/cache/prefix", cache.clear, methods=["DELETE"]),
         Route("/v1/models", models.get_all),
         Route("/v1/models/{id:path}", models.get_one),
         Route("/v1/chat/completions", chat.post, methods=["POST"]),
@@ -95,7 +107,7 @@ def make_handlers() -> dict[int | type[Exception], Handler]:
 
 
 def make_lifespan(
-    serving: Serving, watch: Watch
+    serving: Serving, watch: Watch, warmer: Warmer
 ) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
     """What surrounds the serving of requests."""
 
@@ -104,7 +116,8 @@ def make_lifespan(
         async with serving.engine:
             # Raises now, not at the first request, if the tokenizer cannot serve chats.
             _ = serving.tokenizer
-            async with beside(watch.run):
+            await warmer.prepare()
+            async with beside(watch.run), beside(warmer.run):
                 yield
 
     return lifespan

@@ -20,6 +20,7 @@ from treadle_server.options import (
 )
 from treadle_server.run import run
 from treadle_server.serve import listener, serve
+from treadle_server.warm import read_warm_prompts
 
 OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 
@@ -78,10 +79,11 @@ def serve_command(given: argparse.Namespace, rest: Sequence[str]) -> int:
         values |= from_file(given.config, SERVE_OPTIONS)
     values |= from_flags(with_positional(flags), SERVE_OPTIONS)
     config = serve_config(values)
+    warm = read_warm_prompts(config.cache.warm_prompts)
     prepare_libraries(offline=config.model.offline)
     with listener(config.http.host, config.http.port) as bound:
         config = compose.with_served_name(config)
-        serve(config, compose.serving_engine(config), bound)
+        serve(config, compose.serving_engine(config), bound, warm)
     return OK
 
 

@@ -9,6 +9,7 @@ TreadleError
 ├── MalformedBody             not JSON
 ├── BodyTooLarge              more bytes than accepted
 ├── Unauthorized              no key, or a wrong one
+├── NoCache                   there is no prefix store to be emptied
 ├── CannotListen              the address is taken, or none of this machine's
 └── AnswerFailed              an accepted request ended with an error of the engine
 """
@@ -113,6 +114,15 @@ class Unauthorized(TreadleError):
         super().__init__("this server needs its API key, as a Bearer token or as x-api-key")
 
 
+class NoCache(TreadleError):
+    """No prefix is kept, so there is nothing to empty."""
+
+    code = "no_cache"
+
+    def __init__(self) -> None:
+        super().__init__("this server keeps no prefixes, so there is no cache to empty")
+
+
 class CannotListen(TreadleError):
     """Nothing can listen on an address."""
 
@@ -166,6 +176,7 @@ TABLE: dict[type[TreadleError], Row] = {
     BodyTooLarge: Row(413, INVALID),
     Unauthorized: Row(401, "authentication_error"),
     Unsupported: Row(400, INVALID),
+    NoCache: Row(409, INVALID),
     CannotListen: Row(503, SERVER),
     QueueFull: Row(429, "rate_limit_error", retryable=True),
     EngineClosed: Row(503, SERVER, retryable=True),

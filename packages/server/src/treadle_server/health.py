@@ -1,4 +1,9 @@
-"""``/health``: the process answers. ``/ready``: the engine advances, or has nothing to do."""
+"""``/health``: the process answers. ``/ready``: the engine advances, or has nothing to do.
+
+Requests are served while the warm prompts are computed at the start, but ``/ready`` waits for them.
+"""
+
+from collections.abc import Callable
 
 import anyio
 from msgspec import Struct
@@ -67,10 +72,12 @@ class HealthRoutes:
 
     Args:
         watch: Knows whether the engine advances.
+        warming: How far the warm prompts are; None once they are computed.
     """
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Watch, warming: Callable[[], str | None] = lambda: None) -> None:
         self._watch = watch
+        self._warming = warming
 
     async def health(self, http: HttpRequest) -> Response:
         """200: the process is alive. It looks at nothing else, so it never waits."""
@@ -79,6 +86,9 @@ class HealthRoutes:
     async def ready(self, http: HttpRequest) -> Response:
         """200 if requests can be served, else 503 with the reason."""
         trouble = self._watch.trouble
-        if trouble is None:
-            return json_response(Health(status="ready"))
-        return json_response(Health(status="not ready", reason=trouble), 503)
+        if trouble is not None:
+            return json_response(Health(status="not ready", reason=trouble), 503)
+        warming = self._warming()
+        if warming is not None:
+            return json_response(Health(status="warming", reason=warming), 503)
+        return json_response(Health(status="ready"))

@@ -4,7 +4,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -17,6 +17,7 @@ from treadle_server.errors import CannotListen
 from treadle_server.generation import Dispatcher
 from treadle_server.http import beside
 from treadle_server.settings import ServeConfig
+from treadle_server.warm import WarmChat
 
 GRACE_SECONDS = 5
 KEEP_ALIVE_SECONDS = 30
@@ -62,7 +63,12 @@ class Server(uvicorn.Server):
             await self._dispatcher.abort_all()
 
 
-def serve(config: ServeConfig, engine: AsyncEngine, bound: socket.socket) -> None:
+def serve(
+    config: ServeConfig,
+    engine: AsyncEngine,
+    bound: socket.socket,
+    warm: Sequence[WarmChat] = (),
+) -> None:
     """Serve on a bound socket until a signal ends it.
 
     It is not listened to before the model is there.
@@ -76,12 +82,14 @@ def serve(config: ServeConfig, engine: AsyncEngine, bound: socket.socket) -> Non
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
-    anyio.run(serve_on, config, engine, bound)
+    anyio.run(serve_on, config, engine, bound, warm)
 
 
-async def serve_on(config: ServeConfig, engine: AsyncEngine, bound: socket.socket) -> None:
+async def serve_on(
+    config: ServeConfig, engine: AsyncEngine, bound: socket.socket, warm: Sequence[WarmChat]
+) -> None:
     """The same, on an event loop."""
-    app = create_app(engine, config)
+    app = create_app(engine, config, warm=warm)
     options = uvicorn.Config(
         app,
         host=config.http.host,

@@ -5,7 +5,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from treadle_server.openai.boundaries import find_boundaries
+from treadle_server.errors import ChatRefused
+from treadle_server.openai.boundaries import PLACEHOLDERS, common, find_boundaries
 from treadle_server.openai.messages import encode, render, template_messages
 from treadle_server.openai.schema import ChatRequest
 from treadle_server.serving import Serving
@@ -49,3 +50,31 @@ async def chat_prompt(serving: Serving, wire: ChatRequest) -> Prompt:
     messages = template_messages(wire)
     boundaries = await serving.text_work(lambda: find_boundaries(messages, tokens, render_other))
     return Prompt(tokens=tokens, boundaries=boundaries)
+
+
+async def warm_prompt(serving: Serving, wire: ChatRequest) -> Prompt:
+    """What is worth computing of a chat before anybody asks for it.
+
+    A chat that ends with a question is a prompt like any other. One that does not is the beginning
+    of chats: what they share with each other is left of it.
+
+    Raises:
+        InvalidRequest: As :func:`chat_prompt`.
+        ChatRefused: The chats that begin like this have nothing in common.
+    """
+    messages = template_messages(wire)
+    if messages[-1]["role"] in ("user", "tool"):
+        return await chat_prompt(serving, wire)
+    tokenizer, arguments = serving.tokenizer, template_arguments(serving, wire)
+
+    def render_shared() -> tuple[int, ...]:
+        one, other = (
+            encode(tokenizer, [*messages, {"role": "user", "content": said}], wire, arguments)
+            for said in PLACEHOLDERS
+        )
+        return tuple(one[: common(one, other)])
+
+    tokens = serving.check_size("messages", await serving.text_work(render_shared))
+    if not tokens:
+        raise ChatRefused("messages", f"{len(messages)} messages", "a beginning that chats share")
+    return Prompt(tokens=tokens)
