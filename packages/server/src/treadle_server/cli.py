@@ -8,6 +8,7 @@ from pathlib import Path
 
 from treadle_core import InvalidRequest, TreadleError, Unsupported
 from treadle_server import compose
+from treadle_server.cache_command import Task, care_for
 from treadle_server.options import (
     RUN_OPTIONS,
     SERVE_OPTIONS,
@@ -21,6 +22,13 @@ from treadle_server.options import (
 from treadle_server.run import run
 from treadle_server.serve import listener, serve
 from treadle_server.warm import read_warm_prompts
+
+CACHE_ACTIONS = {
+    "ls": "list the entries, the most recently used first",
+    "verify": "read every file and compare its checksum; status 1 if one is damaged or missing",
+    "clear": "remove all entries",
+    "gc": "put the directory in order and remove entries until it is small enough",
+}
 
 OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 
@@ -61,6 +69,16 @@ def make_parser() -> argparse.ArgumentParser:
     )
     running.add_argument("prompt", metavar="PROMPT", help='what to answer; "-" reads stdin')
     add_options(running, RUN_OPTIONS)
+    caring = commands.add_parser(
+        "cache", help="look at an SSD cache, check it, empty it", allow_abbrev=False
+    )
+    actions = caring.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for action, does in CACHE_ACTIONS.items():
+        acting = actions.add_parser(action, help=does, allow_abbrev=False)
+        acting.add_argument("--ssd-cache-dir", required=True, metavar="DIR", help="as for serve")
+        acting.add_argument("--json", action="store_true", help="write JSON")
+        if action == "gc":
+            acting.add_argument("--max-gb", default="10", metavar="GB", help="most gibibytes (10)")
     bench = commands.add_parser("bench", help="measure", allow_abbrev=False, add_help=False)
     bench.add_argument("what", choices=["engine"], help="what to measure")
     return parser
@@ -139,6 +157,26 @@ def bench_command(given: argparse.Namespace, rest: Sequence[str]) -> int:
     return compose.engine_bench()(list(rest))
 
 
+def cache_command(given: argparse.Namespace, rest: Sequence[str]) -> int:
+    """``treadle cache``.
+
+    Raises:
+        TreadleError: The directory cannot be used.
+    """
+    # As for serve, so that the limits are the same.
+    values = {"ssd_cache_dir": given.ssd_cache_dir}
+    if given.action == "gc":
+        values["ssd_cache_max_gb"] = given.max_gb
+    options = serve_config(from_flags(values, SERVE_OPTIONS)).cache
+    task = Task(
+        action=given.action,
+        directory=given.ssd_cache_dir,
+        max_bytes=options.ssd_bytes,
+        as_json=given.json,
+    )
+    return OK if care_for(task, compose.cache_care(), sys.stdout) else FAILED
+
+
 def prepare_libraries(*, offline: bool) -> None:
     """Tell the Hub's code and transformers, which are not imported yet, how to behave.
 
@@ -151,4 +189,9 @@ def prepare_libraries(*, offline: bool) -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-COMMANDS = {"serve": serve_command, "run": run_command, "bench": bench_command}
+COMMANDS = {
+    "serve": serve_command,
+    "run": run_command,
+    "cache": cache_command,
+    "bench": bench_command,
+}

@@ -7,11 +7,14 @@ can be read, and ``--offline`` set, before.
 import logging
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 
 from msgspec.structs import replace
 
 from treadle_core import AsyncEngine, Engine, EngineConfig, Unsupported
 from treadle_core.ports import PrefixStore
+from treadle_server.cache_command import Care
+from treadle_server.saving import SavingStore
 from treadle_server.settings import CacheOptions, MemoryConfig, ModelConfig, ServeConfig
 
 logger = logging.getLogger("treadle.server")
@@ -81,15 +84,30 @@ def store_maker(options: CacheOptions, asked: tuple[str, ...] = ()) -> MakeStore
     """
     if options.disable_prefix_cache:
         return None
-    if find_spec("treadle_cache") is None:
-        if asked:
-            raise Unsupported(
-                f"{asked[0]} needs the package treadle-cache: "
-                "install treadle-server with its extra, treadle-server[cache]"
-            )
+    if asked:
+        check_installed(asked[0])
+    elif not is_installed():
         logger.info("no prefix is kept: treadle-cache is not installed")
         return None
     return lambda: make_store(options)
+
+
+def is_installed() -> bool:
+    """Whether there is a package that keeps prefixes."""
+    return find_spec("treadle_cache") is not None
+
+
+def check_installed(what: str) -> None:
+    """Refuse what needs the package.
+
+    Raises:
+        Unsupported: It is not installed.
+    """
+    if not is_installed():
+        raise Unsupported(
+            f"{what} needs the package treadle-cache: "
+            "install treadle-server with its extra, treadle-server[cache]"
+        )
 
 
 def make_store(options: CacheOptions) -> PrefixStore:
@@ -112,10 +130,31 @@ def make_store(options: CacheOptions) -> PrefixStore:
             min_quantize_tokens=options.min_quantize_tokens,
         )
     )
-    if options.ssd_cache_dir is None:
-        return ram
-    disk = DiskConfig(directory=options.ssd_cache_dir, capacity_bytes=options.ssd_bytes)
-    return TieredStore(ram, DiskTier(disk))
+    store: PrefixStore = ram
+    if options.ssd_cache_dir is not None:
+        disk = DiskConfig(directory=options.ssd_cache_dir, capacity_bytes=options.ssd_bytes)
+        store = TieredStore(ram, DiskTier(disk))
+    if options.cache_save is None:
+        return store
+    path = Path(options.cache_save)
+    return SavingStore(
+        store,
+        path,
+        load=lambda: ram.load_from_disk(path),
+        save=lambda: ram.save_to_disk(path),
+    )
+
+
+def cache_care() -> Care:
+    """What can be done with the directory of an SSD cache.
+
+    Raises:
+        Unsupported: The package is not installed.
+    """
+    check_installed("treadle cache")
+    from treadle_cache import disk
+
+    return disk
 
 
 def with_served_name(config: ServeConfig) -> ServeConfig:
