@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,7 @@ def test_windowed_and_recurrent_models_reuse_up_to_the_ends_of_messages(
 ) -> None:
     model = zoo.save_checkpoint(family, tmp_path / family)
     with launch(tmp_path / "stderr", "--model", str(model)) as server:
-        plain = [chat(server.url, SYSTEM, one, cache_salt=one["content"]) for one in (OTHER,)]
+        alone = chat(server.url, SYSTEM, OTHER, cache_salt="for nobody else")
         first = chat(server.url, SYSTEM, QUESTION)
         branch = chat(server.url, SYSTEM, OTHER)
         said = {"role": "assistant", "content": "The shafts."}
@@ -165,7 +166,7 @@ def test_windowed_and_recurrent_models_reuse_up_to_the_ends_of_messages(
     assert cached_in(first) == 0
     assert cached_in(branch) >= len(SYSTEM["content"])
     assert cached_in(turn) >= len(SYSTEM["content"]) + len(QUESTION["content"])
-    assert branch["choices"][0]["message"] == plain[0]["choices"][0]["message"]
+    assert branch["choices"][0]["message"] == alone["choices"][0]["message"]
 
 
 def test_a_disabled_cache_reuses_nothing(checkpoint: Path, tmp_path: Path, launch: Any) -> None:
@@ -246,3 +247,38 @@ def test_a_cache_option_without_the_cache_package_is_refused(
     said = refusal("--model", str(checkpoint), *words, prelude=hide)
     assert words[0].removeprefix("--").replace("-", "_") in said
     assert "treadle-server[cache]" in said
+
+
+def test_warm_prompts_are_computed_before_the_server_says_that_it_is_ready(
+    checkpoint: Path, tmp_path: Path, launch: Any
+) -> None:
+    file = tmp_path / "warm.jsonl"
+    file.write_text("\n".join(json.dumps(each) for each in ([SYSTEM], [SYSTEM, QUESTION])))
+    words = ["--model", str(checkpoint), "--warm-prompts", str(file)]
+    with launch(tmp_path / "stderr", *words) as server:
+        for _ in range(200):
+            if httpx2.get(f"{server.url}/ready").status_code == 200:
+                break
+            time.sleep(0.05)
+        assert cached_in(chat(server.url, SYSTEM, OTHER)) >= 64
+        asked = chat(server.url, SYSTEM, QUESTION)
+        assert cached_in(asked) >= asked["usage"]["prompt_tokens"] // 32 * 32 - 32
+        assert httpx2.delete(f"{server.url}/v1/cache").json()["warming"] == 2
+    assert "Traceback" not in (tmp_path / "stderr").read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('[{"role": "user", "content": "hi"}]\n{"prompt": "hi"}', "line 2"),
+        ('[[{"role": "user",\n"content": 3}]]', "line 1"),
+        (f'[[{json.dumps(OTHER)}],\n[{{"role": "user", "content": "{"x" * 5000}"}}]]', "line 2"),
+    ],
+)
+def test_a_bad_file_of_warm_prompts_is_refused_at_the_start(
+    content: str, says: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "warm.json"
+    file.write_text(content)
+    said = refusal("--model", str(checkpoint), "--warm-prompts", str(file))
+    assert f"{file}, {says}: " in said

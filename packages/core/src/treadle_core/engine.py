@@ -178,6 +178,7 @@ class Engine:
                 f"context_length: got {self._context}, the model has {spec.context_length}"
             )
         self._store = store
+        self._keeps_checkpoints = store is not None and state_layout(spec).has_state
         self._scheduler = Scheduler(
             reuse=self._attach(store) if store is not None else None,
             layout=KvLayout(
@@ -238,7 +239,7 @@ class Engine:
     @property
     def keeps_checkpoints(self) -> bool:
         """Whether states are stored that cannot be cut later, so that boundaries are of use."""
-        return self._store is not None and state_layout(self._runner.spec).has_state
+        return self._keeps_checkpoints
 
     def add(self, request: Request) -> None:
         """Accept a request, or raise and change nothing.

@@ -1,0 +1,91 @@
+"""A store that is loaded at the start and saved at the end."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from treadle_core.prefix import StateLayout
+from treadle_core.testing import RecordingStore
+from treadle_server.saving import SavingStore
+
+LAYOUT = StateLayout(tokens=(), has_state=True, format="f")
+
+
+class Journal:
+    """What was done, in order."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def load(self) -> int:
+        self.done.append("load")
+        return 1
+
+    def save(self) -> int:
+        self.done.append("save")
+        return 1
+
+
+def test_it_is_loaded_once_the_model_is_known_and_saved_once(tmp_path: Path) -> None:
+    inner, journal = RecordingStore(), Journal()
+    store = SavingStore(inner, tmp_path / "f", journal.load, journal.save)
+    assert journal.done == []
+    store.attach("model", LAYOUT)
+    assert journal.done == ["load"]
+    store.close()
+    store.close()
+    assert journal.done == ["load", "save"]
+    assert inner.closed
+
+
+def test_a_store_that_never_had_a_model_leaves_the_file_alone(tmp_path: Path) -> None:
+    inner, journal = RecordingStore(), Journal()
+    SavingStore(inner, tmp_path / "f", journal.load, journal.save).close()
+    assert journal.done == []
+    assert inner.closed
+
+
+def test_a_save_that_takes_too_long_is_given_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    inner, go_on = RecordingStore(), threading.Event()
+
+    def save() -> int:
+        assert go_on.wait(10)
+        return 0
+
+    store = SavingStore(inner, tmp_path / "f", lambda: 0, save, seconds=0.05)
+    store.attach("model", LAYOUT)
+    store.close()
+    assert inner.closed
+    assert "given up after 0.05 s" in caplog.text
+    go_on.set()
+
+
+def test_a_save_that_fails_does_not_keep_the_store_open(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def save() -> int:
+        raise KeyError("a block that is gone")
+
+    inner = RecordingStore()
+    store = SavingStore(inner, tmp_path / "f", lambda: 0, save)
+    store.attach("model", LAYOUT)
+    store.close()
+    assert inner.closed
+    assert "not saved" in caplog.text
+
+
+def test_a_clear_removes_what_was_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "f"
+    path.write_text("states")
+    store = SavingStore(RecordingStore(), path, lambda: 0, lambda: 0)
+    store.attach("model", LAYOUT)
+    store.clear()
+    assert not path.exists()
+    assert store.generation == 1
+    store.clear()
+    path.mkdir()
+    store.clear()
+    assert "could not be removed" in caplog.text
