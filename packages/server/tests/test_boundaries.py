@@ -12,7 +12,7 @@ from treadle_core.layers import Recurrent
 from treadle_core.testing import SMALL_SPEC, RecordingStore, ScriptedRunner
 from treadle_server.openai.boundaries import SHORTEST, common, find_boundaries
 
-from .conftest import Fixed
+from .conftest import ChatByteTokenizer, Fixed
 
 Chat = Sequence[Mapping[str, Any]]
 
@@ -68,12 +68,6 @@ def boundaries(
     return prompt, find_boundaries(messages, [ord(c) for c in prompt], render), asked
 
 
-def ends(template: Callable[[Chat], str], messages: Chat) -> list[str]:
-    """The last characters before each boundary."""
-    prompt, found, _ = boundaries(template, messages)
-    return [prompt[:num][-12:] for num in found]
-
-
 def test_a_first_question_branches_after_the_instructions() -> None:
     prompt, found, asked = boundaries(thinking, [SYSTEM, FIRST])
     assert [prompt[:num] for num in found] == [
@@ -94,11 +88,27 @@ def test_a_later_question_branches_before_itself_too() -> None:
 
 
 def test_instructions_inside_the_first_turn_are_found() -> None:
-    assert ends(merging, [SYSTEM, FIRST]) == ["You weave. \n\n"[-12:]]
-    assert ends(merging, [SYSTEM, FIRST, ANSWER, SECOND]) == [
-        "You weave. \n\n"[-12:],
-        "loom.</>\n<user>"[-12:],
+    prompt, found, _ = boundaries(merging, [SYSTEM, FIRST, ANSWER, SECOND])
+    assert [prompt[:num] for num in found] == [
+        f"<user>{SYSTEM['content']}\n\n",
+        prompt[: prompt.index(SECOND["content"])],
+        prompt[:-1],
     ]
+
+
+async def test_a_prompt_that_comes_again_is_reused_but_for_its_last_token(serve: Any) -> None:
+    class Plain(ChatByteTokenizer):
+        """The next turn continues this prompt: its begin token comes at once."""
+
+        def render_chat(self, messages: Chat, **options: Any) -> str:
+            return chatml(messages)
+
+    runner = ScriptedRunner(Fixed("hm"), spec=STATEFUL)
+    async with serve(runner, store=RecordingStore(), tokenizer=Plain()) as served:
+        replies = [(await served.chat(messages=[FIRST])).json()["usage"] for _ in range(2)]
+    prompt_tokens = replies[0]["prompt_tokens"]
+    found = [usage["prompt_tokens_details"]["cached_tokens"] for usage in replies]
+    assert found == [0, prompt_tokens - 1]
 
 
 def test_instructions_before_the_last_question_are_shared_by_nobody() -> None:

@@ -59,6 +59,7 @@ def streamed(client: openai.OpenAI, **fields: Any) -> tuple[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_a_real_model_answers_a_repeated_chat_alike(demo: openai.OpenAI) -> None:
     check_repeated(demo)
 
@@ -160,10 +161,13 @@ def test_windowed_and_recurrent_models_reuse_up_to_the_ends_of_messages(
     with launch(tmp_path / "stderr", "--model", str(model)) as server:
         alone = chat(server.url, SYSTEM, OTHER, cache_salt="for nobody else")
         first = chat(server.url, SYSTEM, QUESTION)
+        again = chat(server.url, SYSTEM, QUESTION)
         branch = chat(server.url, SYSTEM, OTHER)
         said = {"role": "assistant", "content": "The shafts."}
         turn = chat(server.url, SYSTEM, QUESTION, said, OTHER)
     assert cached_in(first) == 0
+    assert cached_in(again) == again["usage"]["prompt_tokens"] - 1
+    assert again["choices"][0]["message"] == first["choices"][0]["message"]
     assert cached_in(branch) >= len(SYSTEM["content"])
     assert cached_in(turn) >= len(SYSTEM["content"]) + len(QUESTION["content"])
     assert branch["choices"][0]["message"] == alone["choices"][0]["message"]

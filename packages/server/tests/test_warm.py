@@ -10,7 +10,8 @@ import pytest
 
 from treadle_core import PromptTooLong, TreadleError, Unsupported
 from treadle_core.testing import RecordingStore, ScriptedRunner
-from treadle_server.warm import BadWarmPrompt, WarmChat, parse, read_warm_prompts
+from treadle_server.errors import BadWarmPrompt
+from treadle_server.warm import WarmChat, parse, read_warm_prompts
 
 from .conftest import Fixed
 

@@ -10,7 +10,8 @@ from typing import Any, Protocol, TextIO, cast
 import msgspec
 from msgspec import Struct
 
-from treadle_core import TreadleError, Unsupported
+from treadle_core import Unsupported
+from treadle_server.errors import CacheUnusable
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -81,12 +82,6 @@ class Care(Protocol):
         ...
 
 
-class CareFailed(TreadleError):
-    """The directory could not be read or changed."""
-
-    code = "cache_failed"
-
-
 class Entry(Struct, frozen=True, kw_only=True):
     """An entry as ``--json`` writes it; digests are hexadecimal, times seconds since 1970."""
 
@@ -132,14 +127,14 @@ def care_for(task: Task, care: Care, out: TextIO) -> bool:
 
     Raises:
         Unsupported: There is no such directory.
-        CareFailed: It cannot be used.
+        CacheUnusable: It cannot be read or changed.
     """
     if not Path(task.directory).is_dir():
         raise Unsupported(f"ssd_cache_dir: {task.directory} is not a directory")
     try:
         return act(task, care, out)
     except (OSError, sqlite3.Error) as error:
-        raise CareFailed(f"{task.directory} cannot be used: {error}") from error
+        raise CacheUnusable(task.directory, error) from error
 
 
 def act(task: Task, care: Care, out: TextIO) -> bool:

@@ -9,6 +9,9 @@ TreadleError
 ├── MalformedBody             not JSON
 ├── BodyTooLarge              more bytes than accepted
 ├── Unauthorized              no key, or a wrong one
+├── Unsupported
+│   └── BadWarmPrompt         the file of warm prompts has something else in it
+├── CacheUnusable             the directory of an SSD cache cannot be read or changed
 ├── NoCache                   there is no prefix store to be emptied
 ├── CannotListen              the address is taken, or none of this machine's
 └── AnswerFailed              an accepted request ended with an error of the engine
@@ -114,6 +117,30 @@ class Unauthorized(TreadleError):
         super().__init__("this server needs its API key, as a Bearer token or as x-api-key")
 
 
+class BadWarmPrompt(Unsupported):
+    """The file of warm prompts has something else in it.
+
+    Args:
+        path: The file.
+        line: Where, from 1.
+        reason: What is wrong.
+    """
+
+    code = "bad_warm_prompt"
+
+    def __init__(self, path: str, line: int, reason: str) -> None:
+        super().__init__(f"warm_prompts: {path}, line {line}: {reason}")
+
+
+class CacheUnusable(TreadleError):
+    """The directory of an SSD cache cannot be read or changed."""
+
+    code = "cache_unusable"
+
+    def __init__(self, directory: str, error: Exception) -> None:
+        super().__init__(f"{directory} cannot be used: {error}")
+
+
 class NoCache(TreadleError):
     """No prefix is kept, so there is nothing to empty."""
 
@@ -176,6 +203,8 @@ TABLE: dict[type[TreadleError], Row] = {
     BodyTooLarge: Row(413, INVALID),
     Unauthorized: Row(401, "authentication_error"),
     Unsupported: Row(400, INVALID),
+    BadWarmPrompt: Row(400, INVALID),
+    CacheUnusable: Row(500, SERVER),
     NoCache: Row(409, INVALID),
     CannotListen: Row(503, SERVER),
     QueueFull: Row(429, "rate_limit_error", retryable=True),

@@ -20,6 +20,7 @@ from treadle_core import (
     TreadleError,
     Unsupported,
 )
+from treadle_server.errors import BadWarmPrompt
 from treadle_server.openai.messages import check_chat, template_messages
 from treadle_server.openai.prompts import Prompt, warm_prompt
 from treadle_server.openai.schema import ChatRequest, Message
@@ -51,21 +52,6 @@ class WarmChat(Struct, frozen=True, kw_only=True):
 
     line: int
     wire: ChatRequest
-
-
-class BadWarmPrompt(Unsupported):
-    """The file of warm prompts has something else in it.
-
-    Args:
-        path: The file.
-        line: Where, from 1.
-        reason: What is wrong.
-    """
-
-    code = "bad_warm_prompt"
-
-    def __init__(self, path: str, line: int, reason: str) -> None:
-        super().__init__(f"warm_prompts: {path}, line {line}: {reason}")
 
 
 LIST = msgspec.json.Decoder(list[Message])
@@ -102,7 +88,7 @@ def parse(path: str, content: bytes) -> Iterator[WarmChat]:
             for line, chat in chats(number, document):
                 yield WarmChat(line=line, wire=as_request(chat))
     except BadJson as error:
-        raise BadWarmPrompt(path, line + error.lines_before, error.message) from error
+        raise BadWarmPrompt(path, line + error.lines_before, str(error)) from error
     except TreadleError as error:
         raise BadWarmPrompt(path, line, error.message) from error
 
@@ -156,7 +142,7 @@ def list_items(document: bytes) -> list[bytes] | None:
         raise BadJson(document, error) from None
 
 
-class BadJson(TreadleError):
+class BadJson(Exception):
     """A document is no JSON.
 
     Args:
@@ -166,8 +152,6 @@ class BadJson(TreadleError):
     Attributes:
         lines_before: Lines of it before the one that is wrong.
     """
-
-    code = "bad_json"
 
     def __init__(self, document: bytes, error: Exception) -> None:
         self.lines_before = 0

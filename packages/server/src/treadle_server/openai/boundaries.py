@@ -31,10 +31,11 @@ def find_boundaries(
         render: Renders another chat in the same way. It is called at most three times.
 
     Returns:
-        Ascending, without the prompt's own end.
+        Ascending. The last token is never among them: a prompt that comes again needs its logits.
     """
-    found = {num_common(tokens, render, branch) for branch in branches(messages)}
-    return tuple(sorted(num for num in found if SHORTEST <= num < len(tokens)))
+    most = len(tokens) - 1
+    found = {min(num_common(tokens, render, branch), most) for branch in branches(messages)}
+    return tuple(sorted(num for num in found if num >= SHORTEST))
 
 
 def branches(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
