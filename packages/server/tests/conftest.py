@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,11 @@ from treadle_server.settings import ServeConfig
 from treadle_server.warm import WarmChat
 
 READY = "Treadle is ready on "
+
+
+needs_cache = pytest.mark.skipif(
+    find_spec("treadle_cache") is None, reason="treadle-cache is not installed"
+)
 
 
 class ChatByteTokenizer(ByteTokenizer):

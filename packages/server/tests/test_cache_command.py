@@ -14,6 +14,8 @@ from treadle_server.cache_command import size
 from treadle_server.cli import main
 from treadle_server.settings import HttpConfig, ServeConfig
 
+from .conftest import needs_cache
+
 
 @pytest.fixture(scope="module")
 def filled(
@@ -48,6 +50,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> st
     return out or err
 
 
+@needs_cache
 def test_the_directory_of_a_running_server_can_be_cared_for(
     filled: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,6 +74,7 @@ def test_the_directory_of_a_running_server_can_be_cared_for(
     assert json.loads(told(capsys, "ls", *here, "--json"))["entries"] == []
 
 
+@needs_cache
 def test_a_damaged_file_is_told_by_its_path(
     filled: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -84,6 +88,7 @@ def test_a_damaged_file_is_told_by_its_path(
     assert "damaged: 0" in told(capsys, "verify", "--ssd-cache-dir", str(folder))
 
 
+@needs_cache
 @pytest.mark.parametrize("action", ["ls", "verify", "clear", "gc"])
 def test_a_directory_that_is_not_there_is_refused(
     action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -94,6 +99,7 @@ def test_a_directory_that_is_not_there_is_refused(
     assert not nowhere.exists()
 
 
+@needs_cache
 def test_a_limit_that_makes_no_sense_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,6 +107,7 @@ def test_a_limit_that_makes_no_sense_is_refused(
         told(capsys, "gc", "--ssd-cache-dir", str(tmp_path), f"--max-gb={limit}", status=2)
 
 
+@needs_cache
 def test_the_routes_show_and_empty_both_tiers_and_the_saved_file(filled: Any) -> None:
     url, folder, _ = filled
     httpx2.delete(f"{url}/v1/cache")
@@ -124,6 +131,7 @@ def test_the_routes_show_and_empty_both_tiers_and_the_saved_file(filled: Any) ->
     assert ask(url, question) == 0
 
 
+@needs_cache
 def test_the_ram_tier_is_saved_at_the_end_and_read_at_the_start(
     checkpoint: Path, tmp_path: Path, launch: Any
 ) -> None:

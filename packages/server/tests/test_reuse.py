@@ -15,6 +15,8 @@ import pytest
 from treadle_core.mlx_runtime.gguf import find_demo_model
 from treadle_core.testing import zoo
 
+from .conftest import needs_cache
+
 SYSTEM: Any = {"role": "system", "content": "You are a weaver, and you answer in short sentences."}
 QUESTION: Any = {"role": "user", "content": "What does a treadle move, and why is it pressed?"}
 OTHER: Any = {"role": "user", "content": "How many shafts has a simple loom?"}
@@ -58,12 +60,14 @@ def streamed(client: openai.OpenAI, **fields: Any) -> tuple[str, Any]:
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]), chunks[-1]
 
 
+@needs_cache
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_real_model_answers_a_repeated_chat_alike(demo: openai.OpenAI) -> None:
     check_repeated(demo)
 
 
+@needs_cache
 def test_a_repeated_chat_is_reused_and_answered_alike(client: openai.OpenAI) -> None:
     check_repeated(client)
 
@@ -82,6 +86,7 @@ def check_repeated(client: openai.OpenAI) -> None:
     assert again.choices[0].message.content == first.choices[0].message.content == text
 
 
+@needs_cache
 def test_the_next_turn_and_another_question_reuse_what_they_share(client: openai.OpenAI) -> None:
     system = {"role": "system", "content": "Count the threads. " * 20}
     first = client.chat.completions.create(**GREEDY, messages=[system, QUESTION])
@@ -94,6 +99,7 @@ def test_the_next_turn_and_another_question_reuse_what_they_share(client: openai
     assert 32 <= cached(branch) < cached(turn)
 
 
+@needs_cache
 def test_completions_report_what_they_reused(client: openai.OpenAI) -> None:
     prompts = ["one two three four " * 20, "five six seven eight " * 20]
     first = client.completions.create(**GREEDY, prompt=prompts)
@@ -108,6 +114,7 @@ def test_completions_report_what_they_reused(client: openai.OpenAI) -> None:
     assert [c.text for c in again.choices] == [c.text for c in first.choices]
 
 
+@needs_cache
 def test_a_prompt_with_several_answers_is_counted_once(client: openai.OpenAI) -> None:
     messages = [{"role": "system", "content": "Warp and weft. " * 20}, QUESTION]
     first = client.chat.completions.create(**GREEDY, messages=messages, n=3)
@@ -119,6 +126,7 @@ def test_a_prompt_with_several_answers_is_counted_once(client: openai.OpenAI) ->
     assert cached(last) == cached(again)
 
 
+@needs_cache
 def test_tenants_do_not_share(client: openai.OpenAI) -> None:
     messages = [{"role": "system", "content": "A secret of ours. " * 20}, QUESTION]
 
@@ -133,6 +141,7 @@ def test_tenants_do_not_share(client: openai.OpenAI) -> None:
     assert caught.value.param == "cache_salt"
 
 
+@needs_cache
 def test_completions_of_tenants_do_not_share(client: openai.OpenAI) -> None:
     def ask(salt: str) -> int:
         body = {"cache_salt": salt}
@@ -153,6 +162,7 @@ def cached_in(reply: dict[str, Any]) -> int:
     return reply["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
+@needs_cache
 @pytest.mark.parametrize("family", ["gemma3", "lfm2"])
 def test_windowed_and_recurrent_models_reuse_up_to_the_ends_of_messages(
     family: str, tmp_path: Path, launch: Any
@@ -179,6 +189,7 @@ def test_a_disabled_cache_reuses_nothing(checkpoint: Path, tmp_path: Path, launc
         assert [cached_in(chat(server.url, SYSTEM, QUESTION)) for _ in range(2)] == [0, 0]
 
 
+@needs_cache
 def test_what_is_on_disk_is_reused_by_the_next_process(
     checkpoint: Path, tmp_path: Path, launch: Any
 ) -> None:
@@ -194,6 +205,7 @@ def test_what_is_on_disk_is_reused_by_the_next_process(
     assert replies[0]["choices"][0]["message"] == replies[1]["choices"][0]["message"]
 
 
+@needs_cache
 def test_quantised_states_are_reused(checkpoint: Path, tmp_path: Path, launch: Any) -> None:
     model = zoo.save_checkpoint("qwen3", tmp_path / "model", head_dim=32)
     words = ["--kv-cache-quantization", "--kv-cache-quantization-group-size", "32"]
@@ -223,6 +235,7 @@ def refusal(*words: str, prelude: str = "") -> str:
     return ended.stderr
 
 
+@needs_cache
 def test_a_directory_that_cannot_be_used_is_refused_at_the_start(
     checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -232,6 +245,7 @@ def test_a_directory_that_cannot_be_used_is_refused_at_the_start(
     assert str(file) in said
 
 
+@needs_cache
 def test_quantisation_that_the_model_cannot_have_is_refused_at_the_start(checkpoint: Path) -> None:
     said = refusal("--model", str(checkpoint), "--kv-cache-quantization")
     assert "64" in said
@@ -253,6 +267,7 @@ def test_a_cache_option_without_the_cache_package_is_refused(
     assert "treadle-server[cache]" in said
 
 
+@needs_cache
 def test_warm_prompts_are_computed_before_the_server_says_that_it_is_ready(
     checkpoint: Path, tmp_path: Path, launch: Any
 ) -> None:
@@ -271,6 +286,7 @@ def test_warm_prompts_are_computed_before_the_server_says_that_it_is_ready(
     assert "Traceback" not in (tmp_path / "stderr").read_text()
 
 
+@needs_cache
 @pytest.mark.parametrize(
     ("content", "says"),
     [
