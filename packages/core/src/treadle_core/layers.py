@@ -7,23 +7,54 @@ from msgspec.structs import replace
 from treadle_core.prefix import StateLayout, TokenArray
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "uint32": 4, "uint8": 1}
+WORD_BITS = 32
 
 
-class FullAttention(Struct, frozen=True, tag="full"):
+class Quantised(Struct, frozen=True):
+    """Numbers of ``bits`` bits; each ``group_size`` of them share a scale and a bias."""
+
+    bits: int
+    group_size: int
+
+
+class FullAttention(Struct, frozen=True, tag="full", omit_defaults=True):
     """Keys and values of every token: plain attention, and MLA (one head, unequal dims).
 
-    A row holds ``[heads, length, key_dim]`` and ``[heads, length, value_dim]``.
+    A row holds ``[heads, length, key_dim]`` and ``[heads, length, value_dim]``, of ``dtype``
+    unless they are ``quantised``.
     """
 
     heads: int
     key_dim: int
     value_dim: int
     dtype: str
+    quantised: Quantised | None = None
+
+    @property
+    def arrays(self) -> tuple[TokenArray, ...]:
+        """What a row holds: of the keys first, then of the values."""
+        return (*self._stored(self.key_dim), *self._stored(self.value_dim))
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token in all of them."""
+        dims, size = self.key_dim + self.value_dim, DTYPE_BYTES[self.dtype]
+        if self.quantised is None:
+            return self.heads * dims * size
+        bits, group_size = self.quantised.bits, self.quantised.group_size
+        return self.heads * (dims * bits // 8 + 2 * dims // group_size * size)
 
     @property
     def latent(self) -> bool:
         """Whether the layer stores a compressed latent (MLA) in place of keys and values."""
         return self.heads == 1 and self.key_dim != self.value_dim
+
+    def _stored(self, dim: int) -> tuple[TokenArray, ...]:
+        if self.quantised is None:
+            return (TokenArray(self.heads, dim, self.dtype),)
+        words = TokenArray(self.heads, dim * self.quantised.bits // WORD_BITS, "uint32")
+        per_group = TokenArray(self.heads, dim // self.quantised.group_size, self.dtype)
+        return (words, per_group, per_group)
 
 
 class Window(Struct, frozen=True, tag="window"):
@@ -95,6 +126,17 @@ def bound(spec: LayerSpec, max_kv_size: int, keep: int) -> LayerSpec:
             return spec
 
 
+def quantise(spec: LayerSpec, form: Quantised) -> LayerSpec:
+    """``spec`` with full attention quantised; windows and recurrent state stay exact."""
+    match spec:
+        case FullAttention():
+            return replace(spec, quantised=form)
+        case Composite(parts):
+            return Composite(tuple(quantise(part, form) for part in parts))
+        case Window() | Recurrent() | Opaque():
+            return spec
+
+
 def layer_bytes(spec: LayerSpec, rows: int, capacity: int, slack: int) -> int:
     """Bytes that ``rows`` rows of ``capacity`` tokens take in one layer.
 
@@ -105,8 +147,8 @@ def layer_bytes(spec: LayerSpec, rows: int, capacity: int, slack: int) -> int:
         slack: Tokens that a ring holds beyond its window.
     """
     match spec:
-        case FullAttention(heads, key_dim, value_dim, dtype):
-            return rows * capacity * heads * (key_dim + value_dim) * DTYPE_BYTES[dtype]
+        case FullAttention():
+            return rows * capacity * spec.token_bytes
         case Window(heads, key_dim, value_dim, dtype):
             columns = min(capacity, ring_size(spec, slack))
             return rows * columns * heads * (key_dim + value_dim) * DTYPE_BYTES[dtype]
@@ -124,11 +166,7 @@ def state_layout(spec: ModelSpec) -> StateLayout:
     parts = [part for layer in spec.layers for part in flatten(layer)]
     kept = [part for part in parts if isinstance(part, FullAttention)] if spec.batched else []
     return StateLayout(
-        tokens=tuple(
-            TokenArray(part.heads, dim, part.dtype)
-            for part in kept
-            for dim in (part.key_dim, part.value_dim)
-        ),
+        tokens=tuple(array for part in kept for array in part.arrays),
         has_state=len(kept) < len(parts),
         format=msgspec.json.encode((spec.layers, spec.batched)).decode(),
     )

@@ -22,12 +22,13 @@ from treadle_core.kv_layout import KvLayout
 from treadle_core.layers import ModelSpec
 from treadle_core.mlx_runtime.adapter import TextModel, inspect
 from treadle_core.mlx_runtime.groups import RowGroup, SlotGroup, SoloGroup
-from treadle_core.mlx_runtime.stores import AttentionStore
+from treadle_core.mlx_runtime.stores import AttentionStore, QuantisedStore
 from treadle_core.plan import Close, Instruction, Key, Open, Promote, Resize, Transfer
 from treadle_core.testing import zoo
 
 TOLERANCE = 1e-4
 GARBAGE = 1e4
+ALL_ONES = mx.array(2**32 - 1, dtype=mx.uint32)
 CONTEXT = 512
 NUM_BYTES = 256
 POISON = 300
@@ -77,10 +78,10 @@ def subject(family: str, **overrides: int) -> Subject:
 
 
 @cache
-def poisoned(family: str) -> Subject:
+def poisoned(family: str, **overrides: int) -> Subject:
     """The family's model with a token, ``POISON``, that makes everything behind it NaN."""
-    target = subject(family)
-    model = zoo.build(family)
+    target = subject(family, **overrides)
+    model = zoo.build(family, **overrides)
     weights: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
     path = next(p for p in weights if p.endswith(("embed_tokens.weight", "wte.weight")))
     weights[path][POISON] = math.nan
@@ -165,6 +166,7 @@ class Driver:
         width_step: Granularity of attention width.
         spoils: Whether columns that hold no token are filled with huge numbers all the time;
             otherwise they keep what their last owner left.
+        tolerance: Most that a logit may be off, as a part of the logits' scale.
     """
 
     def __init__(
@@ -177,6 +179,7 @@ class Driver:
         expect: Callable[[tuple[int, ...]], np.ndarray] | None = None,
         width_step: int = 64,
         spoils: bool = True,
+        tolerance: float = TOLERANCE,
     ) -> None:
         self.target = target
         self.spec = spec or target.spec
@@ -191,6 +194,7 @@ class Driver:
         self.slack = slack
         self.width_step = width_step
         self.spoils = spoils
+        self.tolerance = tolerance
         self.expect = expect or (lambda tokens: reference(target, tokens))
         self.groups: dict[int, RowGroup] = {}
         self.running: dict[Key, Script] = {}
@@ -311,7 +315,7 @@ class Driver:
                 rows = self.layout.groups[number]
                 lengths = [self.written(key) for key in [*rows.decoding, *rows.prefilling]]
                 for store in group.stores:
-                    if isinstance(store, AttentionStore):
+                    if isinstance(store, AttentionStore | QuantisedStore):
                         spoil(store, lengths)
 
     def compare(self, script: Script, logits: np.ndarray, start: int) -> None:
@@ -323,18 +327,25 @@ class Driver:
         positions = slice(start, start + len(logits))
         error = deviation(logits, expected[positions], float(np.abs(expected).max()))
         self.worst = max(self.worst, error)
-        assert error < TOLERANCE, (
+        assert error < self.tolerance, (
             f"{self.target.family}: row {script.key[0]} is off by {error:.2g} of the logits' scale "
             f"at positions {start} to {start + len(logits) - 1} of a prompt of {script.num_prompt}"
         )
 
 
-def spoil(store: AttentionStore, lengths: list[int]) -> None:
+def spoil(store: AttentionStore | QuantisedStore, lengths: list[int]) -> None:
     """Fill what lies behind each row's tokens with huge numbers of either sign."""
     rows = [*lengths, *[0] * (store.rows - len(lengths))]
     column = mx.arange(store.columns)
     unused = (column[None] >= mx.array(rows)[:, None])[:, None, :, None]
     garbage = mx.where(column % 2 == 0, GARBAGE, -GARBAGE)[None, None, :, None]
+    if isinstance(store, QuantisedStore):
+        # As packed numbers these are all ones: the garbage is in scales and biases too.
+        store.buffers = [
+            mx.where(unused, ALL_ONES if b.dtype == mx.uint32 else garbage, b)
+            for b in store.buffers
+        ]
+        return
     store.keys = mx.where(unused, garbage, store.keys)
     store.values = mx.where(unused, garbage, store.values)
 

@@ -13,6 +13,7 @@ from treadle_core.mlx_runtime.stores import (
     AttentionStore,
     CompositeView,
     Payload,
+    QuantisedStore,
     Store,
     make_store,
 )
@@ -183,9 +184,9 @@ class SlotGroup:
         state, index = iter(stored.state()), 0
         for store in self._stores:
             if is_cuttable(store):
-                pair = (index, index + 1)
-                arrays = [to_device(stored.tokens(number))[None] for number in pair]
-                index += 2
+                numbers = range(index, index + store.num_arrays)
+                arrays = [to_device(stored.tokens(number))[None] for number in numbers]
+                index = numbers.stop
             else:
                 arrays = [to_device(next(state)) for _ in range(store.num_arrays)]
             store.write_state(row, length, arrays)
@@ -248,7 +249,7 @@ class SlotReader:
     def tokens(self, start: int, stop: int) -> list[HostArray]:
         """Copies of tokens ``[start, stop)`` of the layers that can be cut."""
         read = [store.read_tokens(self._row, start, stop) for store in self._cuttable]
-        arrays = [array for pair in read for array in pair]
+        arrays = [array for part in read for array in part]
         mx.eval(arrays)
         return [to_host(array)[0] for array in arrays]
 
@@ -350,9 +351,10 @@ class SoloReader:
         return self._packed
 
 
-def is_cuttable(store: Store) -> TypeGuard[AttentionStore]:
+def is_cuttable(store: Store) -> TypeGuard[AttentionStore | QuantisedStore]:
     """Whether a layer's state can be cut at any token."""
-    return isinstance(store, AttentionStore) and isinstance(store.spec, FullAttention)
+    known = isinstance(store, AttentionStore | QuantisedStore)
+    return known and isinstance(store.spec, FullAttention)
 
 
 def _read(store: Store, rows: Sequence[tuple[int, int]]) -> list[Payload]:

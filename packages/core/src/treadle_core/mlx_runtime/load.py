@@ -1,6 +1,7 @@
 """Loading a checkpoint on the owner thread: a GGUF file, a directory, or a Hub repository."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,28 @@ import mlx_lm
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from msgspec import Struct
+from msgspec.structs import replace
 
 from treadle_core.errors import ModelLoadError, TreadleError, Unsupported, describe
-from treadle_core.layers import ModelSpec, bound, grows
+from treadle_core.layers import (
+    FullAttention,
+    ModelSpec,
+    Quantised,
+    bound,
+    flatten,
+    grows,
+    quantise,
+)
 from treadle_core.mlx_runtime.adapter import TextModel, inspect
 from treadle_core.mlx_runtime.gguf import find_demo_model, load_gguf
-from treadle_core.mlx_runtime.probe import check_batching
+from treadle_core.mlx_runtime.probe import check_batching, check_quantising
 from treadle_core.mlx_runtime.runner import ModelRunner
 from treadle_core.mlx_runtime.tokenizer import ModelTokenizer, token_ids
 
 HUB_DEFAULT = "mlx-community/SmolLM2-135M-Instruct"
 KEPT_TOKENS = 4
+KV_BITS = (4, 8)
+KV_GROUP_SIZES = (32, 64)
 
 
 class ModelOptions(Struct, frozen=True, kw_only=True):
@@ -32,12 +44,17 @@ class ModelOptions(Struct, frozen=True, kw_only=True):
         adapter_path: LoRA adapters to apply, for directories and repositories.
         trust_remote_code: Allow the checkpoint's own Python code.
         max_kv_size: Most tokens whose KV a row keeps, the first four among them; 0 keeps all.
+        kv_bits: Bits of a number of live KV in layers of full attention, 4 or 8; None keeps it
+            as the model computes it.
+        kv_group_size: Numbers that share a scale, 32 or 64, where ``kv_bits`` is set.
     """
 
     model: str | None = None
     adapter_path: str | None = None
     trust_remote_code: bool = False
     max_kv_size: int = 0
+    kv_bits: int | None = None
+    kv_group_size: int = 64
 
 
 class LoadedModel:
@@ -69,7 +86,13 @@ def load(options: ModelOptions) -> LoadedModel:
     reference = resolve(options.model)
     model, tokenizer, config = read_checkpoint(reference, options)
     try:
-        runner = make_runner(model, config, max_kv_size=options.max_kv_size)
+        runner = make_runner(
+            model,
+            config,
+            max_kv_size=options.max_kv_size,
+            kv_bits=options.kv_bits,
+            kv_group_size=options.kv_group_size,
+        )
     except TreadleError:
         raise
     except Exception as error:
@@ -78,7 +101,13 @@ def load(options: ModelOptions) -> LoadedModel:
 
 
 def make_runner(
-    model: nn.Module, config: dict[str, Any], *, max_kv_size: int = 0, slack: int = 0
+    model: nn.Module,
+    config: dict[str, Any],
+    *,
+    max_kv_size: int = 0,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+    slack: int = 0,
 ) -> ModelRunner:
     """A runner for an mlx-lm model: inspects its layers and proves that its rows may share.
 
@@ -86,15 +115,25 @@ def make_runner(
         model: The model, evaluated.
         config: The checkpoint's config.
         max_kv_size: Most tokens whose KV a row keeps; 0 keeps all.
+        kv_bits: Bits of a number of live KV; None does not quantise.
+        kv_group_size: Numbers that share a scale.
         slack: Tokens that a row may take back.
 
     Raises:
-        Unsupported: ``max_kv_size`` cannot be honoured.
+        Unsupported: ``max_kv_size`` or ``kv_bits`` cannot be honoured.
     """
+    if max_kv_size and kv_bits is not None:
+        raise Unsupported(
+            "max_kv_size and kv_bits exclude each other: a bounded row is a window, and windows "
+            "are not quantised"
+        )
     text = TextModel(model)
     spec = check_batching(text, inspect(text, config))
     if max_kv_size:
         spec = bounded(spec, max_kv_size)
+    if kv_bits is not None:
+        spec = quantised(spec, kv_bits, kv_group_size)
+        check_quantising(text, spec)
     return ModelRunner(text, spec, slack=slack)
 
 
@@ -111,14 +150,47 @@ def bounded(spec: ModelSpec, max_kv_size: int) -> ModelSpec:
             f"max_kv_size cannot be honoured for {spec.model_type}: {spec.note or 'unknown layers'}"
         )
     layers = tuple(bound(layer, max_kv_size, KEPT_TOKENS) for layer in spec.layers)
-    return ModelSpec(
-        layers=layers,
-        vocab_size=spec.vocab_size,
-        context_length=spec.context_length,
-        batched=spec.batched,
-        note=spec.note,
-        model_type=spec.model_type,
-    )
+    return replace(spec, layers=layers)
+
+
+def quantised(spec: ModelSpec, kv_bits: int, kv_group_size: int) -> ModelSpec:
+    """``spec`` with quantised KV in its layers of full attention; the others stay exact.
+
+    Raises:
+        Unsupported: No layer can be quantised, or one of full attention cannot.
+    """
+    for name, value, known in (
+        ("kv_bits", kv_bits, KV_BITS),
+        ("kv_group_size", kv_group_size, KV_GROUP_SIZES),
+    ):
+        if value not in known:
+            raise Unsupported(f"{name}: got {value}, expected {known[0]} or {known[1]}")
+    obstacle = unquantisable(spec, kv_group_size)
+    if obstacle:
+        raise Unsupported(f"kv_bits cannot be honoured for {spec.model_type}: {obstacle}")
+    form = Quantised(kv_bits, kv_group_size)
+    return replace(spec, layers=tuple(quantise(layer, form) for layer in spec.layers))
+
+
+def unquantisable(spec: ModelSpec, group_size: int) -> str:
+    """What keeps the KV from being quantised, in words; empty if nothing is known to."""
+    if not spec.batched:
+        return spec.note or "its rows run one at a time"
+    parts = [part for layer in spec.layers for part in flatten(layer)]
+    full = [part for part in parts if isinstance(part, FullAttention)]
+    if not full:
+        kinds = Counter(type(part).__name__.lower() for part in parts)
+        found = " and ".join(f"{kind} ones in {_layers(n)}" for kind, n in sorted(kinds.items()))
+        return f"it has no caches of full attention, only {found}"
+    latent = sum(part.latent for part in full)
+    if latent:
+        return f"latent attention (MLA), in {_layers(latent)}, cannot be quantised"
+    odd = [part for part in full if part.key_dim % group_size or part.value_dim % group_size]
+    if odd:
+        dims = sorted({dim for part in odd for dim in (part.key_dim, part.value_dim)})
+        sizes = " and ".join(map(str, dims))
+        return f"heads of {sizes}, in {_layers(len(odd))}, are no multiple of {group_size}"
+    return ""
 
 
 def resolve(model: str | None) -> str:
@@ -195,3 +267,7 @@ def own_end_tokens(reference: str) -> frozenset[int]:
 def looks_like_path(reference: str) -> bool:
     """Whether a reference can only be a path, never a Hub repository."""
     return reference.startswith(("/", ".", "~")) or reference.count("/") != 1
+
+
+def _layers(number: int) -> str:
+    return f"{number} layer" if number == 1 else f"{number} layers"

@@ -1,10 +1,17 @@
-"""Whether a model's rows may share a forward: proven at load by comparing with its own run."""
+"""What a model can do, proven at load by comparing with its own run.
+
+That is whether its rows may share a forward, and whether its attention takes quantised KV.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import CacheList, QuantizedKVCache
 from msgspec.structs import replace
 
-from treadle_core.errors import describe
-from treadle_core.layers import ModelSpec
+from treadle_core.errors import Unsupported, describe
+from treadle_core.layers import Composite, FullAttention, LayerSpec, ModelSpec, Quantised, flatten
 from treadle_core.mlx_runtime.adapter import TextModel
 from treadle_core.mlx_runtime.groups import RowGroup, SlotGroup
 from treadle_core.plan import Open, Promote, Resize
@@ -24,7 +31,7 @@ def check_batching(model: TextModel, spec: ModelSpec) -> ModelSpec:
         return spec
     try:
         batched = run_together(model, spec)
-        alone = run_alone(model)
+        alone = run_alone(model, model.new_cache)
         difference = relative_difference(batched, alone)
     except Exception as error:  # noqa: BLE001 — unknown models may raise anything
         return replace(spec, batched=False, note=f"batching raised {describe(error)}")
@@ -32,6 +39,37 @@ def check_batching(model: TextModel, spec: ModelSpec) -> ModelSpec:
         note = f"batched rows differ from single ones by {difference:.2g} of the logits' scale"
         return replace(spec, batched=False, note=note)
     return spec
+
+
+def check_quantising(model: TextModel, spec: ModelSpec) -> None:
+    """Prove that the model's attention takes the quantised KV that ``spec`` says.
+
+    Raises:
+        Unsupported: It raises, or rows of a batch differ from mlx-lm's own quantised run.
+    """
+    parts = [part for layer in spec.layers for part in flatten(layer)]
+    number = sum(isinstance(part, FullAttention) for part in parts)
+    subject = (
+        f"kv_bits cannot be honoured for {spec.model_type}: full attention over quantised KV, "
+        f"in {number} of its {len(spec.layers)} layers,"
+    )
+    try:
+        batched = run_together(model, spec)
+        alone = run_alone(model, lambda: quantised_caches(model, spec.layers))
+        difference = relative_difference(batched, alone)
+    except Exception as error:
+        raise Unsupported(f"{subject} raised {describe(error)}") from error
+    if not difference <= TOLERANCE:
+        raise Unsupported(
+            f"{subject} differs between batched and single rows by {difference:.2g} of the "
+            "logits' scale"
+        )
+
+
+def quantised_caches(model: TextModel, layers: Sequence[LayerSpec]) -> list[Any]:
+    """The model's own caches for one row, with mlx-lm's quantised ones where ``layers`` say so."""
+    pairs = zip(model.new_cache(), layers, strict=True)
+    return [_quantised_cache(cache, layer) for cache, layer in pairs]
 
 
 def run_together(model: TextModel, spec: ModelSpec) -> list[mx.array]:
@@ -51,11 +89,11 @@ def run_together(model: TextModel, spec: ModelSpec) -> list[mx.array]:
     ]
 
 
-def run_alone(model: TextModel) -> list[mx.array]:
-    """The same logits from the model's own caches, one row after the other."""
+def run_alone(model: TextModel, new_cache: Callable[[], list[Any]]) -> list[mx.array]:
+    """The same logits from caches of mlx-lm's, one row after the other."""
     rows: list[list[mx.array]] = []
     for prompt in PROMPTS:
-        cache = model.new_cache()
+        cache = new_cache()
         if len(prompt) > 1:
             mx.eval(model.forward(mx.array([prompt[:-1]]), cache))
         rows.append([model.forward(mx.array([[token]]), cache)[0, -1] for token in decoded(prompt)])
@@ -78,3 +116,14 @@ def _decode(group: RowGroup, tokens: list[int], starts: list[int]) -> mx.array:
     logits = group.decode(mx.array(tokens)[:, None], starts)[:, -1]
     mx.eval(logits)
     return logits
+
+
+def _quantised_cache(cache: Any, layer: LayerSpec) -> Any:
+    match layer:
+        case FullAttention(quantised=Quantised(bits, group_size)):
+            return QuantizedKVCache(group_size=group_size, bits=bits)
+        case Composite(parts):
+            pairs = zip(cache.caches, parts, strict=True)
+            return CacheList(*(_quantised_cache(inner, part) for inner, part in pairs))
+        case _:
+            return cache

@@ -5,6 +5,7 @@ in place because MLX donates the buffer; joining, leaving and rolling back never
 rows. Views of a store are what the model sees in place of its own caches, for one forward.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -16,12 +17,14 @@ from treadle_core.layers import (
     FullAttention,
     LayerSpec,
     Opaque,
+    Quantised,
     Recurrent,
     Window,
     ring_size,
 )
 from treadle_core.mlx_runtime.masks import Positions, kept_mask, ring_mask, row_mask, slot_mask
 from treadle_core.plan import Move
+from treadle_core.prefix import TokenArray
 
 DTYPES = {
     "float32": mx.float32,
@@ -34,6 +37,9 @@ DTYPES = {
 
 Payload = list[mx.array]
 """A row's state as arrays of its own."""
+
+Packed = tuple[mx.array, ...]
+"""Packed numbers, scales and biases."""
 
 
 class Store(Protocol):
@@ -108,7 +114,34 @@ class Store(Protocol):
         ...
 
 
-class AttentionStore:
+class RewrittenRows(ABC):
+    """The half of a store whose rows move by being written at their new place."""
+
+    @abstractmethod
+    def write(self, row: int, payload: Payload) -> None:
+        """Put a row's state into a row."""
+
+    def promote(self, row: int, to: int, mine: Payload, other: Payload) -> None:
+        """Swap the two rows."""
+        if row != to:
+            self.write(to, mine)
+            self.write(row, other)
+
+    def close(self, row: int, moves: tuple[Move, ...], payloads: list[Payload]) -> None:
+        """Fill the hole."""
+        for move, payload in zip(moves, payloads, strict=True):
+            self.write(move.target, payload)
+
+    def relocate(self, move: Move, payload: Payload) -> None:
+        """Write the row at its new place."""
+        self.write(move.target, payload)
+
+    def insert(self, to: int, payload: Payload) -> None:
+        """Write the row."""
+        self.write(to, payload)
+
+
+class AttentionStore(RewrittenRows):
     """Keys and values of a full or windowed layer: ``[rows, heads, columns, dim]`` each."""
 
     def __init__(self, spec: FullAttention | Window, slack: int) -> None:
@@ -129,8 +162,11 @@ class AttentionStore:
         columns = self._columns(capacity)
         if (rows, columns) == (self.rows, self.columns):
             return
-        self.keys = self._regrown(self.keys, self.spec.key_dim, rows, columns, used)
-        self.values = self._regrown(self.values, self.spec.value_dim, rows, columns, used)
+        heads, dtype, kept = self.spec.heads, self.spec.dtype, min(used, self.rows, rows)
+        keys = TokenArray(heads, self.spec.key_dim, dtype)
+        values = TokenArray(heads, self.spec.value_dim, dtype)
+        self.keys = regrown(self.keys, keys, rows, columns, kept)
+        self.values = regrown(self.values, values, rows, columns, kept)
         self.rows, self.columns = rows, columns
 
     def open(self, row: int) -> None:
@@ -171,25 +207,6 @@ class AttentionStore:
             self.keys[row : row + 1, :, there] = payload[0][:, :, begin:end]
             self.values[row : row + 1, :, there] = payload[1][:, :, begin:end]
 
-    def promote(self, row: int, to: int, mine: Payload, other: Payload) -> None:
-        """Swap the two rows."""
-        if row != to:
-            self.write(to, mine)
-            self.write(row, other)
-
-    def close(self, row: int, moves: tuple[Move, ...], payloads: list[Payload]) -> None:
-        """Fill the hole."""
-        for move, payload in zip(moves, payloads, strict=True):
-            self.write(move.target, payload)
-
-    def relocate(self, move: Move, payload: Payload) -> None:
-        """Write the row at its new place."""
-        self.write(move.target, payload)
-
-    def insert(self, to: int, payload: Payload) -> None:
-        """Write the row."""
-        self.write(to, payload)
-
     def clear(self, row: int, start: int, stop: int) -> None:
         """Zero the columns of those tokens."""
         start, stop = min(start, self.columns), min(stop, self.columns)
@@ -226,13 +243,6 @@ class AttentionStore:
         if isinstance(self.spec, Window):
             return min(capacity, ring_size(self.spec, self._slack))
         return capacity
-
-    def _regrown(self, old: mx.array, dim: int, rows: int, columns: int, used: int) -> mx.array:
-        new = mx.zeros((rows, self.spec.heads, columns, dim), DTYPES[self.spec.dtype])
-        kept_rows, kept = min(used, self.rows, rows), min(self.columns, columns)
-        if kept_rows and kept:
-            new[:kept_rows, :, :kept] = old[:kept_rows, :, :kept]
-        return new
 
 
 class AttentionView:
@@ -418,6 +428,183 @@ class RingBatch(AttentionView):
         """The buffers were written already."""
 
 
+class QuantisedStore(RewrittenRows):
+    """Keys and values of a full-attention layer as quantised numbers.
+
+    Each of them is three buffers ``[rows, heads, columns, dim']``: packed numbers, scales and
+    biases. A token is quantised when it is written, and only copied from then on.
+    """
+
+    def __init__(self, spec: FullAttention) -> None:
+        assert spec.quantised is not None
+        self.spec = spec
+        self.form = spec.quantised
+        self.buffers = [mx.zeros((0,)) for _ in spec.arrays]
+        self.rows = 0
+        self.columns = 0
+
+    @property
+    def num_arrays(self) -> int:
+        """Three of the keys, three of the values."""
+        return len(self.buffers)
+
+    def resize(self, rows: int, capacity: int, used: int) -> None:
+        """Allocate ``rows x capacity`` and keep what is there."""
+        if (rows, capacity) == (self.rows, self.columns):
+            return
+        kept = min(used, self.rows, rows)
+        kinds = zip(self.buffers, self.spec.arrays, strict=True)
+        self.buffers = [regrown(old, kind, rows, capacity, kept) for old, kind in kinds]
+        self.rows, self.columns = rows, capacity
+
+    def open(self, row: int) -> None:
+        """Nothing: what a row held before is masked by its length."""
+
+    def read(self, row: int, length: int) -> Payload:
+        """Copies of the row's used columns."""
+        return self.read_tokens(row, 0, length)
+
+    def write(self, row: int, payload: Payload) -> None:
+        """Put what was read into the row."""
+        self.put(row, 0, payload)
+
+    def read_tokens(self, row: int, start: int, stop: int) -> Payload:
+        """Lazy copies of tokens ``[start, stop)`` of a row."""
+        return [mx.contiguous(b[row : row + 1, :, start:stop]) for b in self.buffers]
+
+    def read_state(self, row: int, length: int) -> Payload:
+        """Copies of the row's tokens."""
+        return self.read_tokens(row, 0, length)
+
+    def write_state(self, row: int, length: int, payload: Payload) -> None:
+        """Put them back."""
+        self.put(row, 0, payload)
+
+    def put(self, row: int, start: int, parts: Payload) -> None:
+        """Write quantised tokens behind the first ``start`` of a row."""
+        stop = start + parts[0].shape[2]
+        assert stop <= self.columns, f"row {row}: {stop} tokens exceed {self.columns} columns"
+        if start < stop:
+            for buffer, part in zip(self.buffers, parts, strict=True):
+                buffer[row : row + 1, :, start:stop] = part
+
+    def scatter(self, columns: mx.array, parts: Payload) -> None:
+        """Write quantised tokens at ``columns [n, N]`` of the first n rows."""
+        pairs = zip(self.buffers, parts, strict=True)
+        self.buffers = [scatter_rows(buffer, columns, part) for buffer, part in pairs]
+
+    def packed(self, keys: mx.array, values: mx.array) -> Payload:
+        """Keys and values as this store keeps them."""
+        bits, group_size = self.form.bits, self.form.group_size
+        return [
+            part
+            for array in (keys, values)
+            for part in mx.quantize(array, group_size=group_size, bits=bits)
+        ]
+
+    def cut(self, rows: slice, columns: int) -> tuple[Packed, Packed]:
+        """Keys and values of some rows, up to a column."""
+        found = tuple(buffer[rows, :, :columns] for buffer in self.buffers)
+        return found[:3], found[3:]
+
+    def clear(self, row: int, start: int, stop: int) -> None:
+        """Zero the columns of those tokens, scales and biases included."""
+        start, stop = min(start, self.columns), min(stop, self.columns)
+        if start < stop:
+            for buffer in self.buffers:
+                buffer[row : row + 1, :, start:stop] = 0
+
+    def row_view(self, row: int, start: int) -> "QuantisedRow":
+        """A view that writes the row in place."""
+        return QuantisedRow(self, row, start)
+
+    def batch_view(self, positions: Positions, width: int) -> "QuantisedBatch":
+        """A view that scatters one step's tokens."""
+        return QuantisedBatch(self, positions, width)
+
+    def commit(self, view: "QuantisedRow | QuantisedBatch") -> None:
+        """Nothing: the view wrote the buffers."""
+
+    def arrays(self) -> list[mx.array]:
+        """All buffers."""
+        return self.buffers
+
+
+class QuantisedView:
+    """What mlx-lm's attention asks a quantised cache for; ``keys`` as in :class:`AttentionView`.
+
+    Attributes:
+        bits: Of a number; an attention that finds this attribute takes the quantised path.
+        group_size: Numbers that share a scale and a bias.
+    """
+
+    def __init__(self, store: QuantisedStore, rows: slice, columns: int) -> None:
+        self.bits = store.form.bits
+        self.group_size = store.form.group_size
+        self._store = store
+        self._rows = rows
+        self._seen = columns
+
+    @property
+    def keys(self) -> Packed:
+        """Keys of the rows, up to the columns that the forward looks at."""
+        return self._store.cut(self._rows, self._seen)[0]
+
+    @keys.setter
+    def keys(self, value: Packed) -> None:
+        del value
+
+    @property
+    def values(self) -> Packed:
+        """Values of the rows, up to the columns that the forward looks at."""
+        return self._store.cut(self._rows, self._seen)[1]
+
+    @values.setter
+    def values(self, value: Packed) -> None:
+        del value
+
+
+class QuantisedRow(QuantisedView):
+    """One row of a quantised layer, written and read through a view of the buffers."""
+
+    def __init__(self, store: QuantisedStore, row: int, start: int) -> None:
+        super().__init__(store, slice(row, row + 1), start)
+        self._row = row
+        self.offset = start
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Packed, Packed]:
+        """Quantise ``[1, heads, N, dim]`` behind what is there; return all of the row."""
+        self._store.put(self._row, self.offset, self._store.packed(keys, values))
+        self.offset = self._seen = self.offset + keys.shape[2]
+        return self._store.cut(self._rows, self._seen)
+
+    def make_mask(
+        self, num_tokens: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        """As mlx-lm's own cache answers it."""
+        return row_mask(num_tokens, self.offset, window_size, return_array)
+
+
+class QuantisedBatch(QuantisedView):
+    """The first rows of a quantised layer, N new tokens each at their own positions."""
+
+    def __init__(self, store: QuantisedStore, positions: Positions, width: int) -> None:
+        self._positions = positions
+        super().__init__(store, slice(0, len(positions.starts)), min(width, store.columns))
+        self.offset = positions.fresh_offset()
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Packed, Packed]:
+        """Quantise and scatter ``[rows, heads, N, dim]``; return columns up to the longest row."""
+        self._store.scatter(self._positions.query, self._store.packed(keys, values))
+        return self._store.cut(self._rows, self._seen)
+
+    def make_mask(
+        self, num_tokens: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array:
+        """Causal within each row's own length."""
+        return slot_mask(self._positions, self._seen, window_size)
+
+
 class StateStore:
     """Recurrent state: arrays with exactly the decoding rows, and one set per prefilling row.
 
@@ -551,12 +738,23 @@ class CompositeView:
 def make_store(spec: LayerSpec, slack: int) -> Store:
     """The store for one kind of layer."""
     match spec:
+        case FullAttention(quantised=Quantised()):
+            return QuantisedStore(spec)
         case FullAttention() | Window():
             return AttentionStore(spec, slack)
         case Recurrent():
             return StateStore(spec)
         case Composite() | Opaque():
             raise TypeError(f"{type(spec).__name__} has no store of its own")
+
+
+def regrown(old: mx.array, kind: TokenArray, rows: int, columns: int, kept_rows: int) -> mx.array:
+    """A buffer of ``rows x columns`` zeros, with what the first ``kept_rows`` of ``old`` held."""
+    new = mx.zeros((rows, kind.heads, columns, kind.dim), DTYPES[kind.dtype])
+    kept = min(old.shape[2], columns) if kept_rows else 0
+    if kept:
+        new[:kept_rows, :, :kept] = old[:kept_rows, :, :kept]
+    return new
 
 
 def scatter_rows(buffer: mx.array, columns: mx.array, values: mx.array) -> mx.array:
