@@ -54,6 +54,8 @@ def test_an_option_that_the_model_cannot_honour_is_one_sentence(
 ) -> None:
     assert main(["serve", str(checkpoint), "--port", "0", "--max-kv-size", "3"]) == 2
     assert "max_kv_size" in one_sentence(capsys)
+    assert main(["serve", str(checkpoint), "--port", "0", "--kv-bits", "8"]) == 2
+    assert "kv_bits cannot be honoured for llama: heads of 16, in 3 layers" in one_sentence(capsys)
 
 
 def test_a_taken_port_is_told_before_the_model_is_looked_for(

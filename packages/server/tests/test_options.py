@@ -32,11 +32,19 @@ REFERENCE_FLAGS = (
     "warm-prompts"
 ).split()
 
-OWN_FLAGS = {"default-chat-template-kwargs", "ageing-seconds", "checkpoint-interval", "cache-save"}
+OWN_FLAGS = {
+    "default-chat-template-kwargs",
+    "ageing-seconds",
+    "checkpoint-interval",
+    "cache-save",
+    "kv-bits",
+    "kv-group-size",
+}
 
 # What else has to be said for a flag to mean something.
 NEEDED = {
     "ageing_seconds": ["--policy", "priority"],
+    "kv_group_size": ["--kv-bits", "4"],
     "kv_cache_quantization_bits": ["--kv-cache-quantization"],
     "kv_cache_quantization_group_size": ["--kv-cache-quantization"],
     "kv_cache_min_quantize_tokens": ["--kv-cache-quantization"],
@@ -49,6 +57,7 @@ LEFT_OUT = (
     "max_decode_stall_ms",
     "disable_prefix_cache",
     "cache_memory_percent",
+    "max_kv_size",
 )
 
 VALUES: dict[str, Any] = {
@@ -57,6 +66,8 @@ VALUES: dict[str, Any] = {
     "chunked_prefill_tokens": 64,
     "default_chat_template_kwargs": {"a": [1]},
     "host": "0.0.0.0",
+    "kv_bits": 4,
+    "kv_group_size": 32,
     "log_level": "debug",
     "model": "m",
     "policy": "priority",
@@ -124,7 +135,8 @@ def test_every_flag_of_serve_changes_its_setting_alone(option: Option) -> None:
 
 @pytest.mark.parametrize("option", RUN_OPTIONS, ids=lambda option: option.field)
 def test_every_flag_of_run_changes_its_setting(option: Option) -> None:
-    given = vars(make_parser().parse_args(["run", "hi", *spelled(option)]))
+    words = [*spelled(option), *NEEDED.get(option.field, [])]
+    given = vars(make_parser().parse_args(["run", "hi", *words]))
     config = run_config(from_flags(given, RUN_OPTIONS), "hi")
     assert found_in(config, option) == value_of(option)
     assert found_in(config, option) != found_in(RunConfig(), option)
@@ -205,6 +217,10 @@ def test_flags_win_over_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--gpu-memory-utilization", "1.5"], "gpu_memory_utilization: got 1.5"),
         (["--kv-memory-mb", "5", "--gpu-memory-utilization", "0.5"], "exclude each other"),
         (["--ageing-seconds", "5"], "ageing_seconds means nothing unless policy is priority"),
+        (["--kv-group-size", "32"], "kv_group_size means nothing unless kv_bits is 4 or 8"),
+        (["--kv-bits", "6"], "kv_bits: got 6, expected 4 or 8"),
+        (["--kv-bits", "4", "--kv-group-size", "16"], "kv_group_size: got 16, expected 32 or 64"),
+        (["--kv-bits", "8", "--max-kv-size", "512"], "max_kv_size and kv_bits exclude each other"),
         (
             ["--chunked-prefill-tokens", "5", "--max-decode-stall-ms", "5"],
             "exclude each other",

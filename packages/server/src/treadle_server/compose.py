@@ -48,6 +48,8 @@ def open_engine(
         adapter_path=model.adapter_path,
         trust_remote_code=model.trust_remote_code,
         max_kv_size=model.max_kv_size,
+        kv_bits=model.kv_bits,
+        kv_group_size=model.kv_group_size,
     )
     config = replace(engine, kv_memory_bytes=memory.kv_bytes)
     opened, _ = runtime.open_engine(

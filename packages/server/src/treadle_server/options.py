@@ -70,6 +70,15 @@ MODEL = (
         "most tokens whose keys and values a sequence keeps; 0 keeps all",
         "N",
     ),
+    Option(
+        ModelConfig,
+        "kv_bits",
+        "quantise live keys and values of full attention to 4 or 8 bits",
+        "BITS",
+    ),
+    Option(
+        ModelConfig, "kv_group_size", "with --kv-bits, numbers that share a scale: 32 or 64", "N"
+    ),
     Option(MemoryConfig, "kv_memory_mb", "mebibytes for live keys and values", "MB"),
     Option(
         MemoryConfig,
@@ -223,8 +232,11 @@ EXCLUSIVE = (
     ("disable_prefix_cache", "checkpoint_interval"),
 )
 
-# The first means nothing unless the second has this value.
-DEPENDENT = (("ageing_seconds", "policy", "priority"),)
+# The first means nothing unless the second has one of these values.
+DEPENDENT = (
+    ("ageing_seconds", "policy", ("priority",)),
+    ("kv_group_size", "kv_bits", (4, 8)),
+)
 
 
 def add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> None:
@@ -344,6 +356,7 @@ def run_config(values: Values, prompt: str) -> RunConfig:
         InvalidRequest: A value is beyond its limits.
         Unsupported: Two of them contradict each other.
     """
+    check_exclusive(values)
     return RunConfig(
         model=part(ModelConfig, RUN_OPTIONS, values),
         memory=part(MemoryConfig, RUN_OPTIONS, values),
@@ -368,6 +381,7 @@ def check_exclusive(values: Values) -> None:
     for first, second in EXCLUSIVE:
         if values.get(first) and second in values:
             raise Unsupported(f"{first} and {second} exclude each other")
-    for option, other, value in DEPENDENT:
-        if option in values and values.get(other) != value:
-            raise Unsupported(f"{option} means nothing unless {other} is {value}")
+    for option, other, known in DEPENDENT:
+        if option in values and values.get(other) not in known:
+            shown = " or ".join(map(str, known))
+            raise Unsupported(f"{option} means nothing unless {other} is {shown}")

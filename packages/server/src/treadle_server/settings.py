@@ -34,6 +34,9 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         adapter_path: LoRA adapters to apply.
         trust_remote_code: Allow the checkpoint's own Python code.
         max_kv_size: Most tokens whose KV a sequence keeps; 0 keeps all.
+        kv_bits: Bits of a number of live KV in layers of full attention, 4 or 8; None keeps it
+            as the model computes it.
+        kv_group_size: Numbers that share a scale, 32 or 64, where ``kv_bits`` is set.
         offline: Never ask the Hub.
     """
 
@@ -41,6 +44,8 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     adapter_path: str | None = None
     trust_remote_code: bool = False
     max_kv_size: int = 0
+    kv_bits: int | None = None
+    kv_group_size: int = 64
     offline: bool = False
 
     def __post_init__(self) -> None:
@@ -48,8 +53,18 @@ class ModelConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
         Raises:
             InvalidRequest: With the field, its value and what is accepted.
+            Unsupported: Two fields contradict each other.
         """
         check_int("max_kv_size", self.max_kv_size, 0)
+        if self.kv_bits not in (None, 4, 8):
+            raise InvalidRequest("kv_bits", self.kv_bits, "4 or 8")
+        if self.kv_group_size not in (32, 64):
+            raise InvalidRequest("kv_group_size", self.kv_group_size, "32 or 64")
+        if self.kv_bits is not None and self.max_kv_size:
+            raise Unsupported(
+                "max_kv_size and kv_bits exclude each other: a bounded sequence is a window, and "
+                "windows are not quantised"
+            )
         if self.model == "":
             raise InvalidRequest("model", self.model, "a path or a name")
 
