@@ -5,11 +5,21 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from treadle_core.layers import Composite, FullAttention, Opaque, Recurrent, Window, flatten
+from treadle_core.layers import (
+    Composite,
+    FullAttention,
+    Opaque,
+    Quantised,
+    Recurrent,
+    Window,
+    flatten,
+)
 from treadle_core.mlx_runtime.masks import Positions
 from treadle_core.mlx_runtime.stores import (
     AttentionStore,
+    QuantisedStore,
     StateStore,
     make_store,
     runs,
@@ -19,6 +29,7 @@ from treadle_core.mlx_runtime.stores import (
 from treadle_core.plan import Move
 
 FULL = FullAttention(heads=2, key_dim=4, value_dim=3, dtype="float32")
+WIDE = FullAttention(heads=2, key_dim=64, value_dim=32, dtype="float32")
 STATE = Recurrent(shapes=((2, 3), (5,)), dtypes=("float32", "float16"))
 
 
@@ -31,6 +42,12 @@ def tokens_as_values(row: int, positions: Sequence[int], dim: int) -> mx.array:
     position = mx.array(list(positions), dtype=mx.float32)[None, None, :, None]
     head = mx.arange(2)[None, :, None, None]
     return 1000.0 * row + 100.0 * head + position + 0.1 * mx.arange(dim)
+
+
+def noise(row: int, start: int, length: int, dim: int) -> mx.array:
+    """``[1, heads, length, dim]`` of a row's tokens, the same whatever the chunks."""
+    everything = mx.random.normal((1, 2, 16, dim), key=mx.random.key(1000 * row + dim))
+    return everything[:, :, start : start + length]
 
 
 def written_in_chunks(store: AttentionStore, row: int, chunks: Sequence[int]) -> None:
@@ -165,6 +182,145 @@ class TestSlots:
 
         assert mx.array_equal(view.keys, tokens_as_values(0, range(4), 4))
         assert positions_in(store, 0)[:4] == [0, 1, 2, 3]
+
+
+class TestQuantisedSlots:
+    def store(self, rows: int = 3, capacity: int = 8, bits: int = 8) -> QuantisedStore:
+        store = QuantisedStore(replace(WIDE, quantised=Quantised(bits, 32)))
+        store.resize(rows, capacity, 0)
+        return store
+
+    def written(self, store: QuantisedStore, row: int, chunks: Sequence[int]) -> None:
+        """Write consecutive chunks into a row through row views."""
+        start = 0
+        for length in chunks:
+            view = store.row_view(row, start)
+            view.update_and_fetch(*(noise(row, start, length, dim) for dim in (64, 32)))
+            store.commit(view)
+            start += length
+
+    def expected(self, store: QuantisedStore, row: int, length: int) -> list[mx.array]:
+        """The row's tokens, quantised at once."""
+        return store.packed(*(noise(row, 0, length, dim) for dim in (64, 32)))
+
+    def assert_holds(self, store: QuantisedStore, row: int, length: int) -> None:
+        expected = self.expected(store, row, length)
+        for array, other in zip(store.read(row, length), expected, strict=True):
+            assert array.dtype == other.dtype
+            assert mx.array_equal(array, other)
+
+    @pytest.mark.parametrize("bits", [4, 8])
+    def test_a_row_holds_its_tokens_quantised_whatever_the_chunks(self, bits: int) -> None:
+        store = self.store(bits=bits)
+
+        self.written(store, 1, [3, 1, 4])
+
+        self.assert_holds(store, 1, 8)
+        words = [buffer.shape[-1] for buffer in store.buffers]
+        assert words == [64 * bits // 32, 2, 2, 32 * bits // 32, 1, 1]
+        assert not any(buffer[::2].any() for buffer in store.buffers)
+
+    @pytest.mark.parametrize("num_rows", [2, 3])
+    def test_decode_writes_each_row_at_its_own_position(self, num_rows: int) -> None:
+        store = self.store()
+        lengths = [5, 2, 4]
+        for row, length in enumerate(lengths):
+            self.written(store, row, [length])
+
+        view = store.batch_view(Positions(lengths[:num_rows], 2), width=7)
+        new = [
+            mx.concatenate([noise(row, lengths[row], 2, dim) for row in range(num_rows)])
+            for dim in (64, 32)
+        ]
+        keys, values = view.update_and_fetch(*new)
+        store.commit(view)
+
+        assert (view.bits, view.group_size) == (8, 32)
+        assert view.offset.tolist() == lengths[:num_rows]
+        assert [part.shape for part in keys] == [(num_rows, 2, 7, n) for n in (16, 2, 2)]
+        assert [part.shape for part in values] == [(num_rows, 2, 7, n) for n in (8, 1, 1)]
+        for row, length in enumerate(lengths):
+            self.assert_holds(store, row, length + 2 if row < num_rows else length)
+
+    def test_a_chunk_beyond_the_row_is_refused_before_it_corrupts_memory(self) -> None:
+        view = self.store(capacity=8).row_view(0, 7)
+
+        with pytest.raises(AssertionError, match="9 tokens exceed 8 columns"):
+            view.update_and_fetch(noise(0, 7, 2, 64), noise(0, 7, 2, 32))
+
+    @pytest.mark.parametrize(("rows", "capacity"), [(5, 16), (2, 16), (5, 6), (2, 6)])
+    def test_used_rows_survive_a_change_of_size_and_new_columns_are_zero(
+        self, rows: int, capacity: int
+    ) -> None:
+        store = self.store(rows=4)
+        for row in range(3):
+            self.written(store, row, [5])
+
+        store.resize(rows, capacity, used=2)
+
+        for row in range(2):
+            self.assert_holds(store, row, 5)
+        for buffer in store.buffers:
+            assert buffer.shape[:3] == (rows, 2, capacity)
+            assert not buffer[:, :, 5:].any()
+            assert not buffer[2:].any()
+
+    def test_rows_move_and_trade_places_as_they_are(self) -> None:
+        store, other = self.store(), self.store()
+        for row in range(3):
+            self.written(store, row, [4])
+        self.written(other, 1, [6])
+
+        store.promote(2, 0, store.read(2, 4), store.read(0, 4))
+        for array, expected in zip(store.read(0, 4), self.expected(store, 2, 4), strict=True):
+            assert mx.array_equal(array, expected)
+        store.close(1, (Move(2, 1, 4),), [store.read(2, 4)])
+        for array, expected in zip(store.read(1, 4), self.expected(store, 0, 4), strict=True):
+            assert mx.array_equal(array, expected)
+        store.insert(1, other.read(1, 6))
+        self.assert_holds(store, 1, 6)
+
+    def test_tokens_that_were_read_are_written_back_bit_for_bit(self) -> None:
+        store, other = self.store(), self.store()
+        self.written(store, 1, [8])
+        state = store.read_tokens(1, 0, 5)
+        mx.eval(state)
+
+        store.clear(1, 0, 8)
+        other.write_state(2, 5, state)
+
+        assert store.num_arrays == len(state) == 6
+        assert not any(buffer[1].any() for buffer in store.buffers)
+        for array, expected in zip(other.read(2, 5), self.expected(store, 1, 5), strict=True):
+            assert mx.array_equal(array, expected)
+
+    def test_clearing_zeroes_those_columns_of_that_row_only(self) -> None:
+        store = self.store()
+        for row in range(3):
+            self.written(store, row, [8])
+
+        store.clear(1, 3, 6)
+        store.clear(2, 5, 100)
+
+        self.assert_holds(store, 0, 8)
+        self.assert_holds(store, 1, 3)
+        self.assert_holds(store, 2, 5)
+        for buffer in store.buffers:
+            assert not buffer[1, :, 3:6].any()
+            assert buffer[1, :, 6:].any()
+            assert not buffer[2, :, 5:].any()
+
+    def test_a_model_that_ties_the_keys_to_other_arrays_changes_nothing(self) -> None:
+        store = self.store()
+        self.written(store, 0, [4])
+        view = store.row_view(0, 4)
+
+        view.keys = mx.depends(list(view.keys), list(view.values))
+        view.values = ()
+
+        assert [part.shape for part in view.keys] == [(1, 2, 4, n) for n in (16, 2, 2)]
+        assert [part.shape for part in view.values] == [(1, 2, 4, n) for n in (8, 1, 1)]
+        self.assert_holds(store, 0, 4)
 
 
 class TestRings:
@@ -382,6 +538,11 @@ def test_rows_are_written_at_their_columns_and_the_others_left_alone(
     for row, start in enumerate(starts):
         before[row, :, start : start + num_tokens] = new[row]
     assert np.array_equal(np.array(after), before)
+
+
+def test_a_quantised_layer_has_a_store_of_its_own_kind() -> None:
+    assert isinstance(make_store(replace(WIDE, quantised=Quantised(4, 32)), 0), QuantisedStore)
+    assert isinstance(make_store(WIDE, 0), AttentionStore)
 
 
 def test_composite_layers_are_stored_part_by_part_and_unknown_ones_not_at_all() -> None:
