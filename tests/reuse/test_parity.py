@@ -7,6 +7,7 @@ import mlx.core as mx
 import pytest
 
 from treadle_core import Engine, Finished, Request, SamplingParams, TokenOut
+from treadle_core.errors import Unsupported
 from treadle_core.layers import state_layout
 from treadle_core.mlx_runtime.groups import RowGroup
 from treadle_core.mlx_runtime.load import ModelOptions, load, make_runner
@@ -22,6 +23,7 @@ from .harness import (
     full_blocks,
     has_state,
     ram_store,
+    runner_of,
     tiered_store,
     tokens,
 )
@@ -86,6 +88,25 @@ def test_what_an_aborted_prefill_computed_is_kept(family: str) -> None:
     session.run()
     assert session.finished["aborted"].reason == "abort"
     assert session.ask("again", prompt, answer) >= 32
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_stored_block_takes_what_the_live_one_takes(bits: int) -> None:
+    prompt, answer = tokens(13, 64), tokens(14, 2)
+    used: dict[str, int] = {}
+    for family in (f"llama/{bits}", "llama/8"):
+        session = Session(family, ram_store())
+        session.ask("cold", prompt, answer)
+        used[family] = session.store.stats().used_bytes
+    layout = state_layout(runner_of(f"llama/{bits}").spec)
+    eight = state_layout(runner_of("llama/8").spec)
+    difference = used["llama/8"] - used[f"llama/{bits}"]
+    assert difference == 64 * (eight.token_bytes - layout.token_bytes)
+
+
+def test_kv_that_is_quantised_live_is_not_quantised_again() -> None:
+    with pytest.raises(Unsupported, match="the model's KV is uint32 already"):
+        Session("llama/8", ram_store(kv_storage_bits=8))
 
 
 @pytest.mark.parametrize("ram_bytes", [256 << 20, 0], ids=["ram", "no ram"])

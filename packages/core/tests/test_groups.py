@@ -11,6 +11,7 @@ from treadle_core.kv_layout import KvLayout
 from treadle_core.layers import ModelSpec
 from treadle_core.mlx_runtime.adapter import TextModel, inspect
 from treadle_core.mlx_runtime.groups import SlotGroup, SoloGroup
+from treadle_core.mlx_runtime.load import quantised
 from treadle_core.plan import Close, Move, Open, Promote, Resize, Transfer
 from treadle_core.testing import zoo
 
@@ -30,14 +31,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "sliding_window": CONTEXT,
     },
 }
-every_shape = pytest.mark.parametrize("family", SHAPES)
+# One query head per head of keys: for more, the CPU's quantised product copies what it looks at.
+QUANTISED: dict[str, tuple[str, dict[str, Any], int]] = {
+    "llama of 8 bits": ("llama", {**SHAPES["llama"], "head_dim": 512}, 8),
+    "llama of 4 bits": ("llama", {**SHAPES["llama"], "head_dim": 1024}, 4),
+}
+every_shape = pytest.mark.parametrize("family", [*SHAPES, *QUANTISED])
 
 
 @cache
 def model_of(family: str) -> tuple[TextModel, ModelSpec]:
-    options = {"num_hidden_layers": 2, **SHAPES[family]}
-    model = TextModel(zoo.build(family, **options))
-    return model, inspect(model, zoo.config(family, **options))
+    name, shape, bits = QUANTISED.get(family) or (family, SHAPES[family], None)
+    options = {"num_hidden_layers": 2, **shape}
+    model = TextModel(zoo.build(name, **options))
+    spec = inspect(model, zoo.config(name, **options))
+    return model, spec if bits is None else quantised(spec, bits, 64)
 
 
 def group_of(family: str, num_rows: int) -> SlotGroup:
