@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Those of the command line; None takes the process's.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # What follows "bench engine" is the benchmark's own.
+    # What follows "bench engine", say, is the benchmark's own.
     own = 2 if words[:1] == ["bench"] else len(words)
     given = make_parser().parse_args(words[:own])
     try:
@@ -80,7 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
         if action == "gc":
             acting.add_argument("--max-gb", default="10", metavar="GB", help="most gibibytes (10)")
     bench = commands.add_parser("bench", help="measure", allow_abbrev=False, add_help=False)
-    bench.add_argument("what", choices=["engine"], help="what to measure")
+    bench.add_argument("what", choices=sorted(compose.BENCHMARKS), help="what to measure")
     return parser
 
 
@@ -153,8 +153,12 @@ def read_prompt(argument: str) -> str:
 
 
 def bench_command(given: argparse.Namespace, rest: Sequence[str]) -> int:
-    """``treadle bench engine``."""
-    return compose.engine_bench()(list(rest))
+    """``treadle bench``, whose benchmarks read their own options.
+
+    Raises:
+        Unsupported: A package that it needs is not installed.
+    """
+    return compose.BENCHMARKS[given.what]()(list(rest))
 
 
 def cache_command(given: argparse.Namespace, rest: Sequence[str]) -> int:

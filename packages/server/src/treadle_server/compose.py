@@ -174,3 +174,18 @@ def engine_bench() -> Callable[[list[str]], int]:
     from treadle_core.mlx_runtime import bench
 
     return bench.main
+
+
+def cache_bench() -> Callable[[list[str]], int]:
+    """The prefix store's benchmark, which reads its own options.
+
+    Raises:
+        Unsupported: The package is not installed.
+    """
+    check_installed("treadle bench cache")
+    from treadle_cache import bench
+
+    return bench.main
+
+
+BENCHMARKS = {"engine": engine_bench, "cache": cache_bench}
