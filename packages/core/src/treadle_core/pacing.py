@@ -49,7 +49,7 @@ class AdaptiveChunk:
 
     Args:
         max_stall_seconds: How much longer a step may take because of prefill; None means one and
-            a half plain decode steps, at least 100 ms, and up to twice as much while more prompts
+            a half plain decode steps, at least 100 ms, and up to four times as much while more prompts
             wait than rows decode: then most of those who would notice are in the queue.
     """
 
