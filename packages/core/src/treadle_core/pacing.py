@@ -49,8 +49,8 @@ class AdaptiveChunk:
 
     Args:
         max_stall_seconds: How much longer a step may take because of prefill; None means one and
-            a half plain decode steps, at least 100 ms, and up to four times as much while more prompts
-            wait than rows decode: then most of those who would notice are in the queue.
+            a half plain decode steps, at least 100 ms, and up to four times as much while more
+            prompts wait than rows decode: then most of those who would notice are in the queue.
     """
 
     def __init__(self, max_stall_seconds: float | None = None) -> None:
