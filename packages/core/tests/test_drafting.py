@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from treadle_core.drafting import (
-    DraftCounters,
     Drafter,
     DraftRoom,
     DraftTally,
@@ -17,6 +16,7 @@ from treadle_core.drafting import (
     count,
     count_bypass,
 )
+from treadle_core.events import DraftCounters
 from treadle_core.testing.drafting import (
     A,
     B,

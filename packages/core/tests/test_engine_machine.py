@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec.structs import replace
 
+from treadle_core.drafting import DraftRoom, VerifiedStep
 from treadle_core.engine import Engine, EngineConfig
 from treadle_core.errors import DuplicateRequest, InvalidRequest, OutOfMemory, QueueFull
 from treadle_core.events import Event, Failed, Finished, Progress, TokenOut
-from treadle_core.layers import FullAttention, ModelSpec, Recurrent
+from treadle_core.layers import FullAttention, ModelSpec, Recurrent, Window, why_no_drafts
 from treadle_core.plan import Key
 from treadle_core.prefix import PrefixKey
 from treadle_core.request import Request, SamplingParams
@@ -29,6 +30,13 @@ from treadle_core.testing import (
     ScriptedRunner,
     WrongPlan,
     hashed,
+)
+from treadle_core.testing.drafting import (
+    FailingDrafter,
+    LastWrongDrafter,
+    OracleDrafter,
+    RandomDrafter,
+    WrongDrafter,
 )
 from treadle_core.testing.fakes import END
 
@@ -195,12 +203,69 @@ HYBRID_SPEC = replace(
 )
 
 
+WINDOW_SPEC = replace(
+    SMALL_SPEC,
+    layers=(
+        FullAttention(heads=1, key_dim=1, value_dim=1, dtype="float32"),
+        Window(heads=1, key_dim=1, value_dim=1, dtype="float32", size=16),
+    ),
+)
+"""Rows that can take tokens back, and state that cannot be cut in a prefix store."""
+
+
+def true_continuation(tokens: Sequence[int], num: int) -> list[int]:
+    known = list(tokens)
+    for _ in range(num):
+        known.append(letters(known))
+    return known[len(known) - num :]
+
+
+class FickleController:
+    """Asks for drafts in some steps and not in others, and settles for less than it asked for."""
+
+    def __init__(self, num_tokens: int, rhythm: int) -> None:
+        self.max_tokens = num_tokens
+        self.rhythm = rhythm
+        self.left: set[Key] = set()
+        self.num_steps = 0
+
+    def limits(self, rows: Sequence[DraftRoom]) -> list[int]:
+        off = self.rhythm and self.num_steps % (self.rhythm + 1) == 0
+        return [0 if off else min(row.most, self.max_tokens) for row in rows]
+
+    def settle(self, rows: Sequence[DraftRoom]) -> list[int]:
+        cut = self.rhythm and self.num_steps % 3 == 0
+        return [row.most // 2 if cut else row.most for row in rows]
+
+    def observe(self, step: VerifiedStep) -> None:
+        assert step.seconds >= 0
+        assert all(0 <= row.accepted <= row.drafted < step.width for row in step.rows)
+        self.num_steps += 1
+
+    def leave(self, key: Key) -> None:
+        pass
+
+
+DRAFTERS: dict[str, Callable[[], OracleDrafter]] = {
+    "right": lambda: OracleDrafter(true_continuation),
+    "wrong": lambda: WrongDrafter(true_continuation),
+    "last wrong": lambda: LastWrongDrafter(true_continuation),
+    "random": lambda: RandomDrafter(true_continuation),
+    "failing": lambda: FailingDrafter(true_continuation, at=3),
+}
+
+
 class EngineMachine(RuleBasedStateMachine):
     @initialize(
         config=configs,
-        spec=st.sampled_from([SMALL_SPEC, replace(SMALL_SPEC, batched=False), HYBRID_SPEC]),
+        spec=st.sampled_from(
+            [SMALL_SPEC, WINDOW_SPEC, replace(SMALL_SPEC, batched=False), HYBRID_SPEC]
+        ),
         faults=fault_lists,
         store=stores,
+        drafter=st.sampled_from([None, None, *DRAFTERS]),
+        num_drafted=st.integers(1, 5),
+        rhythm=st.sampled_from([0, 0, 1, 4]),
     )
     def start(
         self,
@@ -208,8 +273,13 @@ class EngineMachine(RuleBasedStateMachine):
         spec: ModelSpec,
         faults: list[Fault],
         store: RecordingStore | None,
+        drafter: str | None,
+        num_drafted: int,
+        rhythm: int,
     ) -> None:
         self.config = config
+        drafts = drafter is not None and not why_no_drafts(spec)
+        self.drafter = DRAFTERS[drafter]() if drafter is not None and drafts else None
         self.store = store
         self.cuttable = spec is SMALL_SPEC
         self.clock = ManualClock(100.0)
@@ -222,6 +292,7 @@ class EngineMachine(RuleBasedStateMachine):
             prefill_cost=lambda num_tokens: 0.004 + 0.001 * num_tokens,
             decode_cost=lambda num_rows: 0.01,
             budget_bytes=config.kv_memory_bytes,
+            max_draft_tokens=num_drafted if drafts else 0,
         )
         self.engine = Engine(
             self.runner,
@@ -229,6 +300,8 @@ class EngineMachine(RuleBasedStateMachine):
             config=config,
             clock=self.clock,
             store=store,
+            drafter=self.drafter,
+            controller=FickleController(num_drafted, rhythm) if drafts else None,
         )
         self.checker = EventChecker()
         self.cases: dict[str, Case] = {}
@@ -340,6 +413,9 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.runner.num_live == 0
         assert self.engine.stats().num_waiting == self.engine.stats().num_running == 0
         assert self.engine.close() == []
+        # One that failed was dropped with all it had.
+        dropped = self.drafter is None or isinstance(self.drafter, FailingDrafter)
+        assert dropped or not self.drafter.rows
         if self.store is not None:
             assert self.store.closed
             assert not self.store.open_tickets
@@ -386,6 +462,7 @@ class EngineMachine(RuleBasedStateMachine):
         expected = case.expected()
         assert finished.usage.prompt_tokens == len(case.prompt)
         self.check_reuse(finished, case)
+        self.check_drafts(finished)
         event(f"finished with {finished.reason}, preempted: {finished.usage.preemptions > 0}")
         if finished.reason == "abort":
             assert finished.request_id in self.aborted
@@ -410,6 +487,20 @@ class EngineMachine(RuleBasedStateMachine):
             assert found.num_tokens >= len(tokens) - 1
             assert found.ticket is not None
             self.store.release(found.ticket)
+
+    def check_drafts(self, finished: Finished) -> None:
+        """Every token came from a forward, and those that were saved are accounted for."""
+        counters = finished.usage.drafts
+        assert (counters is None) == (self.drafter is None)
+        if counters is None:
+            return
+        event(f"accepted drafts: {counters.accepted > 0}, rejected: {counters.rejected > 0}")
+        forwards = counters.verifications + sum(counters.bypassed.values())
+        tokens = finished.usage.completion_tokens
+        assert tokens == forwards + counters.forwards_saved
+        assert counters.accepted <= counters.committed
+        if type(self.drafter) is OracleDrafter and finished.reason == "length":
+            assert counters.rejected == 0
 
     def check_failed(self, failed: Failed) -> None:
         key, case = (failed.request_id, failed.index), self.cases[failed.request_id]

@@ -54,7 +54,7 @@ def prefill(key: Key, group: int, row: int, tokens: tuple[int, ...], start: int 
 
 def tokens_of(*results: StepResult) -> list[dict[str, int]]:
     assert not any(result.failures for result in results)
-    return [{key[0]: s.token for key, s in result.sampled.items()} for result in results]
+    return [{key[0]: s.token for key, (s,) in result.sampled.items()} for result in results]
 
 
 def two_groups(number: int = 1) -> Plan:

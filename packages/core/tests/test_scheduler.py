@@ -69,8 +69,15 @@ def make_sequence(order: int, length: int, max_tokens: int = 5) -> Sequence:
 
 
 def result_of(plan: Plan, token: int = 9) -> StepResult:
-    sampled = {decode.key: Sampled(token) for decode in plan.decodes}
+    sampled = {decode.key: (Sampled(token),) for decode in plan.decodes}
     return StepResult(number=plan.number, sampled=sampled, failures={}, seconds=0.0)
+
+
+def take(scheduler: Scheduler, plan: Plan, token: int = 9) -> None:
+    """Read a step, as the engine does."""
+    for outcome in scheduler.apply(plan, result_of(plan, token)):
+        for sampled in outcome.sampled:
+            outcome.sequence.take(sampled.token)
 
 
 def test_a_scheduler_without_work_plans_nothing() -> None:
@@ -116,7 +123,7 @@ def test_a_token_that_was_read_is_fed_by_its_id() -> None:
     scheduler = make_scheduler()
     scheduler.add([make_sequence(1, 5)])
     plan = scheduler.plan(0.0)
-    scheduler.apply(plan, result_of(plan, token=42))
+    take(scheduler, plan, token=42)
 
     assert scheduler.plan(0.0).decodes[0].token == 42
 
@@ -159,7 +166,7 @@ def test_what_finishes_late_costs_one_row_of_one_step() -> None:
     sequence = make_sequence(1, 5)
     scheduler.add([sequence])
     first, second = scheduler.plan(0.0), scheduler.plan(0.0)
-    scheduler.apply(first, result_of(first))
+    take(scheduler, first)
 
     scheduler.finish(sequence)
     third = scheduler.plan(0.0)
@@ -187,7 +194,7 @@ def test_after_a_failure_suspects_run_alone_until_they_get_a_token() -> None:
     plans = [scheduler.plan(0.0) for _ in range(4)]
     assert len(plans[-1].decodes) == 3
     for plan in plans[:-1]:
-        scheduler.apply(plan, result_of(plan))
+        take(scheduler, plan)
 
     assert scheduler.recover(plans[-1]) == []
 
@@ -195,7 +202,7 @@ def test_after_a_failure_suspects_run_alone_until_they_get_a_token() -> None:
     for _ in range(3):
         plan = scheduler.plan(0.0)
         alone.append([key[0] for key in plan.keys])
-        scheduler.apply(plan, result_of(plan))
+        take(scheduler, plan)
     assert alone == [["r1"], ["r2"], ["r3"]]
     assert not any(sequence.suspect for sequence in sequences)
 
@@ -205,7 +212,7 @@ def test_who_fails_alone_after_a_failure_is_guilty() -> None:
     first, second = make_sequence(1, 4), make_sequence(2, 4)
     scheduler.add([first, second])
     for plan in [scheduler.plan(0.0) for _ in range(2)]:
-        scheduler.apply(plan, result_of(plan))
+        take(scheduler, plan)
     scheduler.recover(scheduler.plan(0.0))
 
     assert scheduler.recover(scheduler.plan(0.0)) == [first]

@@ -1,7 +1,10 @@
 """One answer as its caller sees it: text, why it ended, usage and timings."""
 
+from collections.abc import Callable
+
 from treadle_core.errors import RequestFailed
 from treadle_core.events import (
+    DraftCounters,
     Failed,
     Finished,
     FinishReason,
@@ -23,14 +26,20 @@ class Answer:
         sequence: Its tokens.
         tokenizer: None gives no text.
         ends: Token ids that end it.
+        drafts: What speculation did for it so far; None where nobody drafts.
     """
 
     def __init__(
-        self, sequence: Sequence, tokenizer: Tokenizer | None, ends: frozenset[int]
+        self,
+        sequence: Sequence,
+        tokenizer: Tokenizer | None,
+        ends: frozenset[int],
+        drafts: Callable[[], DraftCounters] | None = None,
     ) -> None:
         self.sequence = sequence
         self.reason: FinishReason | None = None
         self._ends = ends
+        self._drafts = drafts
         self._stop: str | int | None = None
         self._detokenizer = Detokenizer(tokenizer.decode, sequence.prompt) if tokenizer else None
         stops = sequence.request.params.stop
@@ -108,6 +117,7 @@ class Answer:
             completion_tokens=len(self.sequence.output),
             cached_tokens=self.sequence.num_cached,
             preemptions=self.sequence.num_preemptions,
+            drafts=self._drafts() if self._drafts is not None else None,
         )
 
     def _judge(self, token: int) -> str:

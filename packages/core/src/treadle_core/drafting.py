@@ -14,24 +14,16 @@ Nothing here touches arrays; :mod:`treadle_core.mlx_runtime.acceptance` is the p
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from treadle_core.errors import describe
+from treadle_core.events import BypassReason, DraftCounters
 from treadle_core.plan import Key, RowSetup
 
 T = TypeVar("T")
-
-BypassReason = Literal["off", "no_draft", "no_room", "unsupported", "failed"]
-"""Why a row decoded a step without a draft although speculation is configured.
-
-``off``: the controller found that it does not pay. ``no_draft``: the drafter had nothing to
-propose. ``no_room``: the row is about to end, or its buffer is full. ``unsupported``: the row or
-the model has something that cannot be verified or taken back. ``failed``: the drafter was switched
-off because it raised.
-"""
 
 
 class DraftRoom(Struct, frozen=True):
@@ -183,55 +175,6 @@ class DraftController(Protocol):
     def leave(self, key: Key) -> None:
         """Forget a row; one that it does not know is none of its business."""
         ...
-
-
-class DraftCounters(Struct, frozen=True, kw_only=True):
-    """What speculation did for a request, or for all.
-
-    Attributes:
-        verifications: Forwards of a row that looked at a draft.
-        attempted: Draft tokens that they looked at.
-        accepted: Those of them that became part of the answer.
-        committed: All tokens that these forwards added to the answer.
-        bypassed: Forwards of a row without a draft, by reason.
-        failures: Drafters switched off because they raised.
-    """
-
-    verifications: int = 0
-    attempted: int = 0
-    accepted: int = 0
-    committed: int = 0
-    bypassed: dict[BypassReason, int] = {}
-    failures: int = 0
-
-    @property
-    def rejected(self) -> int:
-        """Draft tokens that were looked at in vain."""
-        return self.attempted - self.accepted
-
-    @property
-    def acceptance_rate(self) -> float | None:
-        """Accepted of attempted tokens; None before there was one."""
-        return self.accepted / self.attempted if self.attempted else None
-
-    @property
-    def forwards_saved(self) -> int:
-        """Forwards of a row that plain decoding would have needed on top."""
-        return self.committed - self.verifications
-
-    def __add__(self, other: "DraftCounters") -> "DraftCounters":
-        """Both together."""
-        bypassed = dict(self.bypassed)
-        for reason, number in other.bypassed.items():
-            bypassed[reason] = bypassed.get(reason, 0) + number
-        return DraftCounters(
-            verifications=self.verifications + other.verifications,
-            attempted=self.attempted + other.attempted,
-            accepted=self.accepted + other.accepted,
-            committed=self.committed + other.committed,
-            bypassed=bypassed,
-            failures=self.failures + other.failures,
-        )
 
 
 def count(verified: Verified) -> DraftCounters:

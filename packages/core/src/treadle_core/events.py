@@ -18,6 +18,65 @@ class TokenLogprob(Struct, frozen=True, array_like=True):
     logprob: float
 
 
+BypassReason = Literal["off", "no_draft", "no_room", "unsupported", "failed"]
+"""Why a row decoded a step without a draft although speculation is configured.
+
+``off``: the controller found that it does not pay. ``no_draft``: the drafter had nothing to
+propose. ``no_room``: the row is about to end, or its buffer is full. ``unsupported``: the row or
+the model has something that cannot be verified or taken back. ``failed``: the drafter was switched
+off because it raised.
+"""
+
+
+class DraftCounters(Struct, frozen=True, kw_only=True):
+    """What speculation did for a request, or for all.
+
+    Attributes:
+        verifications: Forwards of a row that looked at a draft.
+        attempted: Draft tokens that they looked at.
+        accepted: Those of them that became part of the answer.
+        committed: All tokens that these forwards added to the answer.
+        bypassed: Forwards of a row without a draft, by reason.
+        failures: Drafters switched off because they raised.
+    """
+
+    verifications: int = 0
+    attempted: int = 0
+    accepted: int = 0
+    committed: int = 0
+    bypassed: dict[BypassReason, int] = {}
+    failures: int = 0
+
+    @property
+    def rejected(self) -> int:
+        """Draft tokens that were looked at in vain."""
+        return self.attempted - self.accepted
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted of attempted tokens; None before there was one."""
+        return self.accepted / self.attempted if self.attempted else None
+
+    @property
+    def forwards_saved(self) -> int:
+        """Forwards of a row that plain decoding would have needed on top."""
+        return self.committed - self.verifications
+
+    def __add__(self, other: "DraftCounters") -> "DraftCounters":
+        """Both together."""
+        bypassed = dict(self.bypassed)
+        for reason, number in other.bypassed.items():
+            bypassed[reason] = bypassed.get(reason, 0) + number
+        return DraftCounters(
+            verifications=self.verifications + other.verifications,
+            attempted=self.attempted + other.attempted,
+            accepted=self.accepted + other.accepted,
+            committed=self.committed + other.committed,
+            bypassed=bypassed,
+            failures=self.failures + other.failures,
+        )
+
+
 class Usage(Struct, frozen=True, kw_only=True):
     """Token counts of one answer.
 
@@ -26,12 +85,14 @@ class Usage(Struct, frozen=True, kw_only=True):
         completion_tokens: Tokens generated, the one that ended the answer included.
         cached_tokens: Prompt tokens whose prefill was really skipped.
         preemptions: How often the answer was put back into the queue.
+        drafts: What speculation did for it; None where nobody drafts.
     """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
     preemptions: int = 0
+    drafts: DraftCounters | None = None
 
 
 class Timings(Struct, frozen=True, kw_only=True):

@@ -156,6 +156,22 @@ class KvLayout:
             self._reserved[key] = before
         return resize
 
+    def widen(self, number: int, length: int) -> list[Instruction]:
+        """Columns for ``length`` tokens in a group's rows, if that costs nobody anything.
+
+        Unlike :meth:`extend` it neither moves a row nor takes room from another group.
+        """
+        group = self._groups[number]
+        length = min(length, self._limits[number])
+        if not self._shared or length <= group.capacity:
+            return []
+        for rows, capacity in self._sizes(
+            number, group.num_used, length, group.rows, group.capacity
+        ):
+            if self._fits(number, rows, capacity):
+                return [self._resize(number, rows, capacity)]
+        return []
+
     def release(self, key: Key, written: Written) -> list[Instruction]:
         """The row of ``key`` is free; the last rows move into the hole."""
         number = self._group_of.pop(key)

@@ -172,6 +172,15 @@ def state_layout(spec: ModelSpec) -> StateLayout:
     )
 
 
+def why_no_drafts(spec: ModelSpec) -> str:
+    """Why rows of a model cannot take tokens back, in one clause; empty where they can."""
+    if not spec.batched:
+        return "its rows run one at a time"
+    if any(isinstance(part, Recurrent) for layer in spec.layers for part in flatten(layer)):
+        return "it has recurrent layers, whose state cannot be taken back"
+    return ""
+
+
 def flatten(spec: LayerSpec) -> tuple[LayerSpec, ...]:
     """The parts of a composite layer, or the layer itself."""
     return spec.parts if isinstance(spec, Composite) else (spec,)

@@ -133,9 +133,11 @@ class Prefill(Struct, frozen=True, kw_only=True, tag="prefill"):
 
 
 class Decode(Struct, frozen=True, kw_only=True):
-    """Feed one token to a row and sample the next.
+    """Feed one token to a row and sample the next; with a draft, more of both.
 
-    ``token`` is None when the token was sampled in the step before and not read yet.
+    ``token`` is None when the token was sampled in the step before and not read yet; a step with a
+    draft knows all of its tokens. One forward of a group is as wide as its longest draft: its other
+    rows are padded, and what that leaves behind a row's tokens is overwritten later.
     """
 
     key: Key
@@ -144,6 +146,7 @@ class Decode(Struct, frozen=True, kw_only=True):
     start: int
     num_output: int
     token: int | None
+    draft: tuple[int, ...] = ()
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -189,6 +192,11 @@ class Plan(Struct, frozen=True, kw_only=True):
         return not (self.decodes or self.work or self.leaves or self.joins)
 
     @property
+    def has_drafts(self) -> bool:
+        """Whether some row may get more than one token; the next plan depends on how many."""
+        return any(decode.draft for decode in self.decodes)
+
+    @property
     def has_first_tokens(self) -> bool:
         """Whether somebody gets a first token."""
         return any(decode.num_output == 0 for decode in self.decodes)
@@ -200,7 +208,7 @@ class Plan(Struct, frozen=True, kw_only=True):
 
 
 class Sampled(Struct, frozen=True):
-    """What one row got from a step."""
+    """One token that a row got from a step."""
 
     token: int
     logprob: float | None = None
@@ -212,14 +220,16 @@ class StepResult(Struct, frozen=True, kw_only=True):
 
     Attributes:
         number: The plan's number.
-        sampled: The new token of each decoded row.
-        failures: Rows whose own code raised or whose logits are not finite, and why.
+        sampled: The new tokens of each decoded row, in order: as much of its draft as it chose
+            itself, and one more.
+        failures: Rows whose own code raised or whose logits are not finite, and why; after the
+            tokens in ``sampled``, if there are any.
         seconds: Time the step took, as far as it can be told apart from its neighbours.
         prefill_seconds: What each prompt chunk took, in the plan's order.
     """
 
     number: int
-    sampled: dict[Key, Sampled]
+    sampled: dict[Key, tuple[Sampled, ...]]
     failures: dict[Key, str]
     seconds: float
     prefill_seconds: tuple[float, ...] = ()

@@ -98,6 +98,14 @@ class Runner(Protocol):
         """Digest of everything about the model that a row's state depends on."""
         ...
 
+    @property
+    def max_draft_tokens(self) -> int:
+        """Longest draft of a row that a step may carry; rings hold as many tokens more.
+
+        0 where rows cannot take tokens back: then no plan has drafts.
+        """
+        ...
+
     def use(self, store: "PrefixStore") -> None:
         """Restore from, and save to, this store when a plan says so. Called once, at the start."""
         ...

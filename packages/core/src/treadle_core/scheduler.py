@@ -6,12 +6,12 @@ What is found out late (an end token, a stop string) costs one row of one step, 
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from msgspec import Struct
 
 from treadle_core.errors import QueueFull
-from treadle_core.kv_layout import KvLayout
+from treadle_core.kv_layout import Group, KvLayout
 from treadle_core.plan import (
     Decode,
     Instruction,
@@ -46,6 +46,17 @@ class Limits(Struct, frozen=True, kw_only=True):
     max_queue: int = 1024
     max_num_batched_tokens: int = 8192
     prefill_step_size: int = 2048
+
+
+NO_DRAFTS: Mapping[Key, tuple[int, ...]] = {}
+
+
+class Outcome(Struct, frozen=True):
+    """What a step gave a row that is still there: tokens in order, then perhaps why it failed."""
+
+    sequence: Sequence
+    sampled: tuple[Sampled, ...]
+    failure: str | None = None
 
 
 class Draft:
@@ -194,8 +205,22 @@ class Scheduler:
         doomed, self._doomed = self._doomed, []
         return doomed
 
-    def plan(self, now: float) -> Plan:
-        """Decide the next step. It may be empty."""
+    @property
+    def decoding(self) -> list[Sequence]:
+        """Sequences that decode in the next step, if nothing comes in between, and may draft."""
+        if self._any_suspect:
+            return []
+        rows = self._running.values()
+        return [s for s in rows if s.status is Status.DECODE and s.wants_token]
+
+    def plan(self, now: float, drafts: Mapping[Key, tuple[int, ...]] = NO_DRAFTS) -> Plan:
+        """Decide the next step. It may be empty.
+
+        Args:
+            now: The clock's reading.
+            drafts: For rows of :attr:`decoding` with nothing in flight, what they may go on with.
+                They are cut to the room that there is.
+        """
         self._number += 1
         draft = Draft(self._number)
         self._release_finished(draft)
@@ -203,9 +228,11 @@ class Scheduler:
         if only is not None:
             self._preempt_others(draft, only)
         preempted = self._make_room_to_decode(draft, now)
+        drafts = self._fitting(drafts) if only is None else NO_DRAFTS
+        self._make_room_to_draft(draft, drafts)
         self._take_arrivals(draft)
-        prefilled = self._plan_prefill(draft, now, only, may_admit=not preempted)
-        self._plan_decode(draft)
+        prefilled = self._plan_prefill(draft, now, only, drafts, may_admit=not preempted)
+        self._plan_decode(draft, drafts)
         plan = draft.freeze()
         if plan.has_work:
             involved = dict.fromkeys([*prefilled, *(self._running[d.key] for d in plan.decodes)])
@@ -216,25 +243,22 @@ class Scheduler:
         """Answers for which a plan that was not read yet still counts."""
         return {s.key for s, epoch in self._planned[plan.number] if _is_alive(s, epoch)}
 
-    def apply(self, plan: Plan, result: StepResult) -> list[tuple[Sequence, Sampled | str]]:
-        """Take the tokens of a step in.
+    def apply(self, plan: Plan, result: StepResult) -> list[Outcome]:
+        """Take a step in.
 
         Returns:
-            For each row that is still alive, its new token, or why it failed.
+            For each row that is still alive, its new tokens, for the caller to hand to the
+            sequence one by one as far as they count, and why it failed after them.
         """
         involved = self._planned.pop(plan.number)
         self._observe(plan, result)
-        outcomes: list[tuple[Sequence, Sampled | str]] = []
+        outcomes: list[Outcome] = []
         for sequence, epoch in involved:
-            if not _is_alive(sequence, epoch):
-                continue
-            outcome = result.failures.get(sequence.key) or result.sampled.get(sequence.key)
-            if isinstance(outcome, Sampled):
-                sequence.num_in_flight -= 1
-                sequence.output.append(outcome.token)
-                sequence.suspect = False
-            if outcome is not None:
-                outcomes.append((sequence, outcome))
+            if _is_alive(sequence, epoch):
+                sampled = result.sampled.get(sequence.key, ())
+                failure = result.failures.get(sequence.key)
+                if sampled or failure is not None:
+                    outcomes.append(Outcome(sequence, sampled, failure))
         return outcomes
 
     def recover(self, failed: Plan, lost: Iterable[Plan] = ()) -> list[Sequence]:
@@ -380,6 +404,28 @@ class Scheduler:
                 self._take_a_row(draft, sequence, now)
         return preempted
 
+    def _fitting(self, drafts: Mapping[Key, tuple[int, ...]]) -> Mapping[Key, tuple[int, ...]]:
+        """Drafts of rows that still decode, within half of what the step can take beside them."""
+        decoding = [s for s in self._running.values() if s.status is Status.DECODE]
+        room = (self._limits.max_num_batched_tokens - len(decoding)) // 2
+        fitting: dict[Key, tuple[int, ...]] = {}
+        for sequence in decoding:
+            draft = drafts.get(sequence.key, ())[: max(0, room)]
+            if draft:
+                fitting[sequence.key] = draft
+                room -= len(draft)
+        return fitting
+
+    def _make_room_to_draft(self, draft: Draft, drafts: Mapping[Key, tuple[int, ...]]) -> None:
+        """Columns for the widest draft of each group, which every row of it is padded to."""
+        if not drafts:
+            return
+        for number, group in list(self._layout.groups.items()):
+            most = max((len(drafts.get(key, ())) for key in group.decoding), default=0)
+            if most:
+                longest = max(self._rows[key].num_computed for key in group.decoding)
+                draft.work += self._layout.widen(number, longest + 1 + most)
+
     def _take_a_row(self, draft: Draft, sequence: Sequence, now: float) -> None:
         """Preempt the least urgent row; end ``sequence`` if it does not even fit alone."""
         if not self._layout.fits_alone(sequence.num_computed + 1):
@@ -390,12 +436,18 @@ class Scheduler:
         self._preempt(draft, self._waiting.least_urgent(victims, now))
 
     def _plan_prefill(
-        self, draft: Draft, now: float, only: Sequence | None, *, may_admit: bool
+        self,
+        draft: Draft,
+        now: float,
+        only: Sequence | None,
+        drafts: Mapping[Key, tuple[int, ...]],
+        *,
+        may_admit: bool,
     ) -> list[Sequence]:
         """Share the step's prompt tokens out; returns who got some."""
         decoding = [s for s in self._running.values() if s.status is Status.DECODE]
         num_decoding = sum(s.key in self._rows for s in decoding)
-        room = self._limits.max_num_batched_tokens - num_decoding
+        room = self._limits.max_num_batched_tokens - num_decoding - sum(map(len, drafts.values()))
         limit = min(self._limits.prefill_step_size, room)
         if limit <= 0:
             return []
@@ -510,12 +562,21 @@ class Scheduler:
         elsewhere = any(group.decoding for n, group in groups.items() if n != number)
         return elsewhere and not groups[number].decoding
 
-    def _plan_decode(self, draft: Draft) -> None:
+    def _plan_decode(self, draft: Draft, drafts: Mapping[Key, tuple[int, ...]]) -> None:
         for number in sorted(self._layout.groups):
-            for row, key in enumerate(self._layout.groups[number].decoding):
-                draft.decodes.append(self._decode(self._rows[key], number, row))
+            group = self._layout.groups[number]
+            # Only now it is known who is in the group, and how large it is.
+            room = self._room_to_draft(group) if drafts else 0
+            for row, key in enumerate(group.decoding):
+                tokens = drafts.get(key, ())[:room]
+                draft.decodes.append(self._decode(self._rows[key], number, row, tokens))
 
-    def _decode(self, sequence: Sequence, group: int, row: int) -> Decode:
+    def _room_to_draft(self, group: Group) -> int:
+        """Draft tokens that fit behind the longest row of a group."""
+        longest = max((self._rows[key].num_computed for key in group.decoding), default=0)
+        return max(0, group.capacity - longest - 1)
+
+    def _decode(self, sequence: Sequence, group: int, row: int, tokens: tuple[int, ...]) -> Decode:
         last = sequence.num_tokens - 1
         token = None if sequence.num_in_flight else sequence.tokens(last, last + 1)[0]
         decode = Decode(
@@ -525,6 +586,7 @@ class Scheduler:
             start=sequence.num_computed,
             num_output=sequence.num_generated,
             token=token,
+            draft=tokens,
         )
         sequence.num_computed += 1
         sequence.num_in_flight += 1
@@ -533,7 +595,8 @@ class Scheduler:
     def _observe(self, plan: Plan, result: StepResult) -> None:
         for prefill, seconds in zip(plan.prefills, result.prefill_seconds, strict=False):
             self._chunk.observe(len(plan.decodes), len(prefill.tokens), seconds)
-        if plan.decodes:
+        # A wide forward does not tell what a chunk makes the streams wait beyond.
+        if plan.decodes and not plan.has_drafts:
             self._chunk.observe(len(plan.decodes), 0, result.decode_seconds)
 
 

@@ -112,6 +112,18 @@ class Sequence:
         head = tuple(self.prompt[start:length]) if start < length else ()
         return head + tuple(self.output[max(0, start - length) : stop - length])
 
+    def take(self, token: int) -> None:
+        """The host has read a token that a step in flight gave, or one more of the same step.
+
+        With an accepted draft a step gives several tokens, all but the last of which it wrote.
+        """
+        if self.num_in_flight:
+            self.num_in_flight -= 1
+        else:
+            self.num_computed += 1
+        self.output.append(token)
+        self.suspect = False
+
     def move_to(self, status: Status) -> None:
         """Change state, along the table only."""
         assert status in TRANSITIONS[self.status], f"{self.key}: {self.status} -> {status}"

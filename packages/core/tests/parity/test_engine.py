@@ -264,7 +264,9 @@ class NarrowLoop:
                 self.plans.append(plan)
         while len(self.flight) > plan.has_work:
             read, step = self.flight.popleft()
-            for sequence, _ in self.scheduler.apply(read, step.wait()):
+            for outcome in self.scheduler.apply(read, step.wait()):
+                sequence = outcome.sequence
+                sequence.take(outcome.sampled[0].token)
                 if len(sequence.output) == sequence.max_tokens:
                     self.scheduler.finish(sequence)
 
@@ -314,6 +316,10 @@ class FaultyRunner:
     @property
     def spec(self) -> Any:
         return self.inner.spec
+
+    @property
+    def max_draft_tokens(self) -> int:
+        return self.inner.max_draft_tokens
 
     def submit(self, plan: Plan) -> PendingStep:
         self.left -= 1

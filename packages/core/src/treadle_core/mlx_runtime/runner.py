@@ -5,11 +5,12 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from treadle_core.layers import ModelSpec
+from treadle_core.layers import ModelSpec, why_no_drafts
 from treadle_core.mlx_runtime.adapter import TextModel
 from treadle_core.mlx_runtime.fingerprint import fingerprint
 from treadle_core.mlx_runtime.groups import RowGroup, SlotGroup, SoloGroup
 from treadle_core.mlx_runtime.sampler import Choice, Sampler
+from treadle_core.mlx_runtime.verifying import DraftChoice, verify
 from treadle_core.plan import (
     Close,
     Decode,
@@ -44,7 +45,7 @@ class SubmittedStep:
     def __init__(
         self,
         number: int,
-        choice: Choice | None,
+        choice: Choice | DraftChoice | None,
         started: float,
         prefill_seconds: list[float],
         stopwatch: "Stopwatch",
@@ -64,7 +65,7 @@ class SubmittedStep:
 
     def wait(self) -> StepResult:
         """Block until the tokens are there."""
-        sampled, failures = self._choice.read() if self._choice else ({}, {})
+        sampled, failures = self._choice.read_rows() if self._choice else ({}, {})
         return StepResult(
             number=self._number,
             sampled=sampled,
@@ -98,7 +99,7 @@ class ModelRunner:
     Args:
         model: The model; loaded and used on one thread.
         spec: What it is; ``spec.batched`` decides between slots and rows of their own.
-        slack: Tokens a ring holds beyond its window.
+        slack: Longest draft that it verifies, and so the tokens that a ring holds beyond its window.
         width_step: Granularity of attention width; None chooses by device.
     """
 
@@ -107,7 +108,7 @@ class ModelRunner:
     ) -> None:
         self._model: TextModel | None = model
         self._spec = spec
-        self._slack = slack
+        self._slack = 0 if why_no_drafts(spec) else slack
         self._width_step = width_step or default_width_step()
         self._groups: dict[int, RowGroup] = {}
         self._sampler = Sampler(spec.vocab_size)
@@ -121,6 +122,11 @@ class ModelRunner:
     def spec(self) -> ModelSpec:
         """What the model is."""
         return self._spec
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Longest draft that it verifies; 0 where rows cannot take tokens back."""
+        return self._slack
 
     @property
     def fingerprint(self) -> str:
@@ -162,7 +168,9 @@ class ModelRunner:
             used = {decode.group for decode in plan.decodes}
             buffers = [self._groups[group].arrays() for group in sorted(used)]
             mx.async_eval(choice.arrays(), buffers)
-        self._last = choice or self._last
+        if choice is not None:
+            # Nothing is fed from the device behind a draft: its tokens are read first.
+            self._last = choice if isinstance(choice, Choice) else None
         self._tidy(plan)
         step = SubmittedStep(plan.number, choice, started, prefill_seconds, self._stopwatch)
         self._before = step
@@ -239,7 +247,9 @@ class ModelRunner:
         mx.eval(group.arrays())
         return self._stopwatch.now() - started
 
-    def _decode(self, decodes: Sequence[Decode]) -> Choice:
+    def _decode(self, decodes: Sequence[Decode]) -> Choice | DraftChoice:
+        if any(decode.draft for decode in decodes):
+            return self._verify(decodes)
         tokens = self._feed(decodes)
         logits: list[mx.array] = []
         begin = 0
@@ -251,6 +261,23 @@ class ModelRunner:
             begin = end
         joined = logits[0] if len(logits) == 1 else mx.concatenate(logits)
         return self._sampler.choose(joined, decodes)
+
+    def _verify(self, decodes: Sequence[Decode]) -> DraftChoice:
+        """One forward per group over its rows' tokens and drafts, padded to the longest."""
+        lanes: list[mx.array] = []
+        for group, members in _by_group(decodes):
+            fed = padded([_fed(decode) for decode in members])
+            starts = [decode.start for decode in members]
+            logits = self._groups[group].decode(mx.array(fed, dtype=mx.int32), starts)
+            width = len(fed[0])
+            index = [
+                row * width + place
+                for row, decode in enumerate(members)
+                for place in range(1 + len(decode.draft))
+            ]
+            lanes.append(mx.take(mx.flatten(logits, 0, 1), mx.array(index), axis=0))
+        joined = lanes[0] if len(lanes) == 1 else mx.concatenate(lanes)
+        return verify(self._sampler, joined, decodes)
 
     def _feed(self, decodes: Sequence[Decode]) -> mx.array:
         """Ids ``[rows]`` to feed: from the step before while they are still on the device."""
@@ -284,6 +311,17 @@ class ModelRunner:
 def default_width_step() -> int:
     """Fine on the CPU, where masked columns cost as much as others; coarse where they do not."""
     return 64 if mx.default_device() == mx.cpu else 256
+
+
+def padded(rows: list[list[int]]) -> list[list[int]]:
+    """Rows of one width. The padding is a token that the row has seen, so its values are finite."""
+    width = max(map(len, rows))
+    return [row + row[:1] * (width - len(row)) for row in rows]
+
+
+def _fed(decode: Decode) -> list[int]:
+    assert decode.token is not None, "a step with drafts knows all of its tokens"
+    return [decode.token, *decode.draft]
 
 
 def _by_group(decodes: Sequence[Decode]) -> list[tuple[int, list[Decode]]]:

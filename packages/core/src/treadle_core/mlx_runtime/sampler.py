@@ -63,7 +63,7 @@ class Row:
 class Batch:
     """Parameters of the rows of a step as arrays, kept while the rows stay the same."""
 
-    def __init__(self, keys: tuple[Key, ...], rows: Sequence[Row]) -> None:
+    def __init__(self, keys: Sequence[Key], rows: Sequence[Row]) -> None:
         params = [row.setup.params for row in rows]
         self.keys = keys
         self.rows = rows
@@ -129,19 +129,24 @@ class DrawParams:
 class Choice:
     """A step's tokens on the device, and what reading them gives.
 
-    Attributes:
+    Args:
+        batch: The rows, or lanes.
         tokens: ``[rows]`` ids to feed to the next step.
+        report: The same, or in their place why there is none.
+        failures: Rows whose own code raised, by their place in the batch.
     """
 
-    def __init__(self, batch: Batch, tokens: mx.array, report: mx.array) -> None:
+    def __init__(
+        self, batch: Batch, tokens: mx.array, report: mx.array, failures: dict[int, str]
+    ) -> None:
         self.batch = batch
         self.tokens = tokens
-        self._report = report
+        self.report = report
+        self._failures = failures
         self._logprobs: mx.array | None = None
         self._top: tuple[mx.array, mx.array] | None = None
-        self.failures: dict[Key, str] = {}
 
-    def report(self, logits: mx.array) -> None:
+    def add_logprobs(self, logits: mx.array) -> None:
         """Add log-probabilities for the rows that ask, from the model's own logits."""
         batch = self.batch
         if not batch.reporting:
@@ -157,39 +162,55 @@ class Choice:
 
     def arrays(self) -> list[mx.array]:
         """Everything to evaluate."""
-        found = [self._report, self.tokens]
+        found = [self.report, self.tokens]
         if self._logprobs is not None:
             found.append(self._logprobs)
         return [*found, *(self._top or ())]
 
     def read(self) -> tuple[dict[Key, Sampled], dict[Key, str]]:
         """Wait for the tokens; sampled tokens and failures by row."""
-        batch = self.batch
-        values: Any = self._report.tolist()
-        failures = dict(self.failures)
+        failures: dict[Key, str] = {}
         sampled: dict[Key, Sampled] = {}
-        logprobs = self._read_logprobs()
-        for key, token in zip(batch.keys, values, strict=True):
-            # What the model did wrong is the cause of what the row's own code then raised.
-            if token == NOT_FINITE or (token in FAILURES and key not in failures):
-                failures[key] = FAILURES[token]
-            elif key not in failures:
-                logprob, top = logprobs.get(key, (None, ()))
-                sampled[key] = Sampled(token, logprob, top)
+        for key, outcome in zip(self.batch.keys, self.outcomes(), strict=True):
+            if isinstance(outcome, str):
+                failures[key] = outcome
+            else:
+                sampled[key] = outcome
         return sampled, failures
 
-    def _read_logprobs(self) -> dict[Key, tuple[float, tuple[TokenLogprob, ...]]]:
+    def read_rows(self) -> tuple[dict[Key, tuple[Sampled, ...]], dict[Key, str]]:
+        """What :meth:`read` gives, with the one token of each row as a sequence."""
+        sampled, failures = self.read()
+        return {key: (one,) for key, one in sampled.items()}, failures
+
+    def outcomes(self) -> list[Sampled | str]:
+        """Wait for the tokens; each place's token, or why there is none."""
+        values: Any = self.report.tolist()
+        logprobs = self._read_logprobs()
+        found: list[Sampled | str] = []
+        for place, token in enumerate(values):
+            # What the model did wrong is the cause of what the row's own code then raised.
+            if token == NOT_FINITE or (token in FAILURES and place not in self._failures):
+                found.append(FAILURES[token])
+            elif place in self._failures:
+                found.append(self._failures[place])
+            else:
+                logprob, top = logprobs.get(place, (None, ()))
+                found.append(Sampled(token, logprob, top))
+        return found
+
+    def _read_logprobs(self) -> dict[int, tuple[float, tuple[TokenLogprob, ...]]]:
         if self._logprobs is None:
             return {}
         values: Any = self._logprobs.tolist()
         ids: Any = self._top[0].tolist() if self._top else [[] for _ in values]
         tops: Any = self._top[1].tolist() if self._top else [[] for _ in values]
-        found: dict[Key, tuple[float, tuple[TokenLogprob, ...]]] = {}
+        found: dict[int, tuple[float, tuple[TokenLogprob, ...]]] = {}
         for slot, i in enumerate(self.batch.reporting):
             num = self.batch.rows[i].setup.params.top_logprobs
             pairs = zip(ids[slot][:num], tops[slot][:num], strict=True)
             top = tuple(TokenLogprob(token, logprob) for token, logprob in pairs)
-            found[self.batch.keys[i]] = (values[slot], top)
+            found[i] = (values[slot], top)
         return found
 
 
@@ -230,9 +251,34 @@ class Sampler:
             logits: ``[rows, vocab]``, in the order of ``decodes``.
             decodes: The rows.
         """
-        batch = self._batch_of(tuple(decode.key for decode in decodes))
+        batch = self.batch_of(tuple(decode.key for decode in decodes))
         logits = logits.astype(mx.float32)
-        adjusted, failures = self._adjust(batch, logits, decodes)
+        adjusted = self.adjust(batch, logits, decodes)
+        adjusted, failures = self._ask_host(batch, adjusted) if batch.hosted else (adjusted, {})
+        choice = self.pick(batch, logits, adjusted, decodes, failures)
+        if batch.counts is not None:
+            slots = mx.arange(len(batch.penalised))
+            taken = mx.take(choice.tokens, batch.index["penalised"])
+            batch.counts = batch.counts.at[slots, taken].add(1)
+        return choice
+
+    def pick(
+        self,
+        batch: Batch,
+        logits: mx.array,
+        adjusted: mx.array,
+        decodes: Sequence[Decode],
+        failures: dict[int, str],
+    ) -> Choice:
+        """The best token of each row, or one drawn.
+
+        Args:
+            batch: The rows, or lanes.
+            logits: The model's own, ``[rows, vocab]``.
+            adjusted: What is sampled from.
+            decodes: What was planned.
+            failures: Rows whose own code raised, by their place.
+        """
         tokens = mx.argmax(adjusted, axis=-1).astype(mx.int32)
         if batch.draw is not None:
             tokens = self._draw(batch, batch.draw, adjusted, tokens, decodes)
@@ -241,16 +287,12 @@ class Sampler:
         finite = mx.isfinite(total) | (total == NEGATIVE_INFINITY)
         taken = mx.take_along_axis(adjusted, tokens[:, None], axis=-1)[:, 0]
         report = mx.where(mx.isfinite(taken), tokens, NOTHING_ALLOWED)
-        choice = Choice(batch, tokens, mx.where(finite, report, NOT_FINITE))
-        choice.failures = failures
-        choice.report(logits)
-        if batch.counts is not None:
-            slots = mx.arange(len(batch.penalised))
-            taken = mx.take(tokens, batch.index["penalised"])
-            batch.counts = batch.counts.at[slots, taken].add(1)
+        choice = Choice(batch, tokens, mx.where(finite, report, NOT_FINITE), failures)
+        choice.add_logprobs(logits)
         return choice
 
-    def _batch_of(self, keys: tuple[Key, ...]) -> Batch:
+    def batch_of(self, keys: tuple[Key, ...]) -> Batch:
+        """The rows of a step, with their parameters as arrays."""
         batch = self._batch
         rows = [self._rows[key] for key in keys]
         if batch is not None:
@@ -261,17 +303,14 @@ class Sampler:
         self._batch = Batch(keys, rows)
         return self._batch
 
-    def _adjust(
-        self, batch: Batch, logits: mx.array, decodes: Sequence[Decode]
-    ) -> tuple[mx.array, dict[Key, str]]:
-        """Logits after penalties, bias, masks and processors, and whose code raised."""
+    def adjust(self, batch: Batch, logits: mx.array, decodes: Sequence[Decode]) -> mx.array:
+        """Logits after penalties, bias and end-token mask."""
         if batch.penalised:
             rows = batch.index["penalised"]
-            logits = _replace(logits, rows, penalise(batch, mx.take(logits, rows, axis=0)))
+            logits = replace_rows(logits, rows, penalise(batch, mx.take(logits, rows, axis=0)))
         if batch.biased:
             logits = logits.at[batch.index["biased"]].add(batch.bias)
-        logits = self._forbid_ends(batch, logits, decodes)
-        return self._ask_host(batch, logits) if batch.hosted else (logits, {})
+        return self._forbid_ends(batch, logits, decodes)
 
     def _forbid_ends(self, batch: Batch, logits: mx.array, decodes: Sequence[Decode]) -> mx.array:
         early = [
@@ -284,8 +323,9 @@ class Sampler:
         masks = [batch.rows[i].end_mask for i in early]
         return logits.at[mx.array(early)].add(mx.stack([m for m in masks if m is not None]))
 
-    def _ask_host(self, batch: Batch, logits: mx.array) -> tuple[mx.array, dict[Key, str]]:
-        failures: dict[Key, str] = {}
+    def _ask_host(self, batch: Batch, logits: mx.array) -> tuple[mx.array, dict[int, str]]:
+        """Logits after grammar masks and processors, and whose code raised."""
+        failures: dict[int, str] = {}
         changed: list[int] = []
         values: list[mx.array] = []
         for i in batch.hosted:
@@ -293,12 +333,12 @@ class Sampler:
             try:
                 value = run_host_code(row.setup, logits[i], self._vocab_size)
             except Exception as error:  # noqa: BLE001 — a request's own code may raise anything
-                failures[batch.keys[i]] = describe(error)
+                failures[i] = describe(error)
             else:
                 changed.append(i)
                 values.append(value)
         if changed:
-            logits = _replace(logits, mx.array(changed), mx.stack(values))
+            logits = replace_rows(logits, mx.array(changed), mx.stack(values))
         return logits, failures
 
     def _draw(
@@ -318,7 +358,7 @@ class Sampler:
         positions = [decodes[i].start + 1 for i in batch.drawn]
         tokens = mx.argmax(scaled + noise(draw.keys, positions, self._vocab_size), axis=-1)
         tokens = tokens.astype(mx.int32)
-        return tokens if everyone else _replace(greedy, rows, tokens)
+        return tokens if everyone else replace_rows(greedy, rows, tokens)
 
     def _filter(self, draw: DrawParams, logits: mx.array) -> mx.array:
         """Leave out unlikely tokens, in the rows that ask: the others need no sort."""
@@ -327,7 +367,7 @@ class Sampler:
         if draw.filtered is draw:
             return keep_likely(logits, draw)
         rows = draw.filtered_rows
-        return _replace(logits, rows, keep_likely(mx.take(logits, rows, axis=0), draw.filtered))
+        return replace_rows(logits, rows, keep_likely(mx.take(logits, rows, axis=0), draw.filtered))
 
 
 def penalise(batch: Batch, logits: mx.array) -> mx.array:
@@ -383,9 +423,7 @@ def run_host_code(setup: RowSetup, logits: mx.array, vocab_size: int) -> mx.arra
         ValueError: It returned something that is not a row of logits, or forbids every token.
     """
     if setup.constraint is not None:
-        packed: bytes | None = setup.constraint.mask()
-        if packed is not None:
-            logits = mx.where(unpack_mask(packed, vocab_size), logits, NEGATIVE_INFINITY)
+        logits = apply_mask(setup.constraint.mask(), logits, vocab_size)
     for processor in setup.processors:
         logits = mx.array(processor(tuple(setup.output), logits))
         if logits.shape != (vocab_size,):
@@ -400,6 +438,17 @@ def run_host_code(setup: RowSetup, logits: mx.array, vocab_size: int) -> mx.arra
         if not math.isfinite(largest):
             raise ValueError("a logits processor returned values that are not finite")
     return logits.astype(mx.float32)
+
+
+def apply_mask(packed: bytes | None, logits: mx.array, vocab_size: int) -> mx.array:
+    """Logits ``[vocab]`` under a grammar's mask.
+
+    Raises:
+        ValueError: The mask is too short, or allows nothing.
+    """
+    if packed is None:
+        return logits
+    return mx.where(unpack_mask(packed, vocab_size), logits, NEGATIVE_INFINITY)
 
 
 def unpack_mask(packed: bytes, vocab_size: int) -> mx.array:
@@ -435,7 +484,7 @@ def _column(values: Any) -> mx.array:
     return mx.array([[float(value)] for value in values], dtype=mx.float32)
 
 
-def _replace(array: mx.array, rows: mx.array, values: mx.array) -> mx.array:
+def replace_rows(array: mx.array, rows: mx.array, values: mx.array) -> mx.array:
     """``array`` with some rows replaced; the argument itself is left alone."""
     copy = array + 0
     copy[rows] = values

@@ -10,7 +10,7 @@ Subclass a suite in a test module, name the class ``Test…`` and provide its fi
 The suites need no plugin and import no test runner.
 """
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -241,6 +241,9 @@ def _events_of(engine: Engine) -> list[tuple[str, int]]:
     pump(engine, checker)
     checker.finish()
     return [(key[0], token) for key, tokens in checker.tokens.items() for token in tokens]
+
+
+NO_DRAFTS: Mapping[Key, tuple[int, ...]] = {}
 
 
 class RunnerContract:
@@ -705,10 +708,15 @@ class Rows:
         prefilling[:] = [*prefilling[len(aside) :], *aside]
         decoding.append(key)
 
-    def submit(self) -> None:
-        """Submit what was collected, with a token for every decoding row; read the step before."""
+    def submit(self, drafts: Mapping[Key, tuple[int, ...]] = NO_DRAFTS) -> None:
+        """Submit what was collected, with a token for every decoding row; read the step before.
+
+        A step with drafts is read at once, as the rows' lengths depend on it.
+        """
         self._number += 1
-        decodes = tuple(self._decodes())
+        if drafts:
+            self.read_all()
+        decodes = tuple(self._decodes(drafts))
         plan = Plan(
             number=self._number,
             leaves=tuple(self._leaves),
@@ -722,7 +730,7 @@ class Rows:
         for decode in decodes:
             self._written[decode.key] += 1
             self._in_flight[decode.key] += 1
-        while len(self._pending) > 1:
+        while len(self._pending) > (not drafts):
             self._read()
 
     def read_all(self) -> None:
@@ -740,10 +748,11 @@ class Rows:
         self.results.append(result)
         for decode in plan.decodes:
             self._in_flight[decode.key] -= 1
-            if decode.key in result.sampled:
-                self._output[decode.key].append(result.sampled[decode.key].token)
+            tokens = [sampled.token for sampled in result.sampled.get(decode.key, ())]
+            self._output[decode.key] += tokens
+            self._written[decode.key] += max(0, len(tokens) - 1)
 
-    def _decodes(self) -> Generator[Decode]:
+    def _decodes(self, drafts: Mapping[Key, tuple[int, ...]]) -> Generator[Decode]:
         for group in sorted(self._groups):
             for row, key in enumerate(self._groups[group][0]):
                 num_output = len(self._output[key]) + self._in_flight[key]
@@ -755,6 +764,7 @@ class Rows:
                     start=self._written[key],
                     num_output=num_output,
                     token=None if self._in_flight[key] else known[-1],
+                    draft=drafts.get(key, ()),
                 )
 
     def _place(self, key: Key) -> tuple[int, int]:

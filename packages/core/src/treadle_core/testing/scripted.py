@@ -39,6 +39,7 @@ Script = Callable[[Sequence[int]], int]
 """The next token after these: a function of nothing else."""
 
 NEGATIVE_INFINITY = -float("inf")
+PADDING = -1
 
 SMALL_SPEC = ModelSpec(
     layers=(FullAttention(heads=1, key_dim=1, value_dim=1, dtype="float32"),),
@@ -179,6 +180,7 @@ class ScriptedRunner:
         prefill_cost: Seconds that a chunk of so many prompt tokens takes.
         decode_cost: Seconds that so many decoding rows take in a step.
         budget_bytes: Most bytes that the buffers may take at any moment.
+        max_draft_tokens: Longest draft that it verifies.
 
     Attributes:
         plans: Every plan that was submitted.
@@ -197,6 +199,7 @@ class ScriptedRunner:
         prefill_cost: Callable[[int], float] = lambda num_tokens: 0.0,
         decode_cost: Callable[[int], float] = lambda num_rows: 0.0,
         budget_bytes: int | None = None,
+        max_draft_tokens: int = 0,
     ) -> None:
         self.plans: list[Plan] = []
         self.num_resets = 0
@@ -209,11 +212,13 @@ class ScriptedRunner:
         self._prefill_cost = prefill_cost
         self._decode_cost = decode_cost
         self._budget_bytes = budget_bytes
+        self._max_draft_tokens = max_draft_tokens
         self._groups: dict[int, SimulatedRows] = {}
         self._answering: dict[Key, Answering] = {}
         self._leaving: dict[Key, Answering] = {}
         self._unread: list[ScriptedStep] = []
         self._last: frozenset[Key] = frozenset()
+        self._drafted = False
         self._broken = False
         self._closed = False
         self._store: PrefixStore | None = None
@@ -228,6 +233,11 @@ class ScriptedRunner:
     def fingerprint(self) -> str:
         """The same for all scripts."""
         return "scripted"
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Longest draft that it verifies."""
+        return self._max_draft_tokens
 
     def use(self, store: PrefixStore) -> None:
         """Restore from, and save to, this store."""
@@ -256,7 +266,10 @@ class ScriptedRunner:
         if not self._spec.batched:
             return 0
         sizes = [(len(group.cells), group.capacity) for group in self._groups.values()]
-        return sum(layer_bytes(layer, *size, 0) for layer in self._spec.layers for size in sizes)
+        slack = self._max_draft_tokens
+        return sum(
+            layer_bytes(layer, *size, slack) for layer in self._spec.layers for size in sizes
+        )
 
     def submit(self, plan: Plan) -> ScriptedStep:
         """Carry a plan out; its tokens are told when the step is waited for.
@@ -301,6 +314,9 @@ class ScriptedRunner:
         assert not self._closed, "submitted to a closed runner"
         assert not self._broken, "submitted after a failure without a reset"
         assert len(self._unread) < 2, "look ahead one step only: two steps are unread"
+        if plan.has_work and self._unread:
+            assert not self._drafted, "a step with drafts has to be read before the next one"
+            assert not plan.has_drafts, "a draft needs all tokens before it"
         self.plans.append(plan)
         self._join(plan)
         fault = self._fault_of(plan)
@@ -311,6 +327,7 @@ class ScriptedRunner:
         step = ScriptedStep(self, result, fault)
         if plan.has_work:
             self._unread.append(step)
+            self._drafted = plan.has_drafts
         return step
 
     def _drop(self) -> None:
@@ -319,6 +336,7 @@ class ScriptedRunner:
         self._leaving.clear()
         self._unread.clear()
         self._last = frozenset()
+        self._drafted = False
         self._broken = False
 
     def _join(self, plan: Plan) -> None:
@@ -434,22 +452,44 @@ class ScriptedRunner:
             prefill_seconds=chunks,
         )
 
-    def _decode(self, plan: Plan) -> tuple[dict[Key, Sampled], dict[Key, str]]:
+    def _decode(self, plan: Plan) -> tuple[dict[Key, tuple[Sampled, ...]], dict[Key, str]]:
         self._check_order(plan.decodes)
-        sampled: dict[Key, Sampled] = {}
+        sampled: dict[Key, tuple[Sampled, ...]] = {}
         failures: dict[Key, str] = {}
+        widths = _widths(plan.decodes)
         for decode in plan.decodes:
             answering = self._answering[decode.key]
-            self._feed(decode, answering)
-            token, why = self._choose(answering)
-            if why is None:
-                sampled[decode.key] = _report(answering.setup, token)
-            else:
+            self._feed(decode, answering, widths[decode.group])
+            tokens, why = self._choose_along(answering, decode.draft)
+            if tokens:
+                sampled[decode.key] = tuple(_report(answering.setup, token) for token in tokens)
+            if why is not None:
                 failures[decode.key] = why
-            answering.tokens.append(token)
         if plan.decodes:
             self._last = frozenset(decode.key for decode in plan.decodes)
         return sampled, failures
+
+    def _choose_along(
+        self, answering: Answering, draft: tuple[int, ...]
+    ) -> tuple[list[int], str | None]:
+        """The tokens of a row as far as they equal its draft, and one more, or why there is none."""
+        setup, tokens = answering.setup, list[int]()
+        assert not (draft and setup.processors), f"{setup.key}: a draft with processors"
+        advanced = 0
+        try:
+            for drafted in (*draft, None):
+                token, why = self._choose(answering, advanced)
+                answering.tokens.append(token)
+                if why is not None:
+                    return tokens, why
+                tokens.append(token)
+                if token != drafted or not _advance(setup, token):
+                    return tokens, None
+                advanced += 1
+        finally:
+            if setup.constraint is not None and advanced:
+                setup.constraint.rollback(advanced)
+        return tokens, None
 
     def _check_order(self, decodes: Sequence[Decode]) -> None:
         expected = [
@@ -460,8 +500,8 @@ class ScriptedRunner:
         found = [(decode.group, decode.row) for decode in decodes]
         assert found == expected, f"decoding rows are {expected}, the plan decodes {found}"
 
-    def _feed(self, decode: Decode, answering: Answering) -> None:
-        """Check what is fed to a row, and write it."""
+    def _feed(self, decode: Decode, answering: Answering, width: int) -> None:
+        """Check what is fed to a row, and write it, padded to the width of its group's forward."""
         answering.check_output()
         tokens, key = answering.tokens, decode.key
         assert decode.start == len(tokens) - 1, f"{decode} feeds token {len(tokens) - 1}"
@@ -470,21 +510,26 @@ class ScriptedRunner:
             assert key in self._last, f"{key}: the step before did not sample its token"
         else:
             assert decode.token == tokens[-1], f"{decode} feeds {tokens[-1]}"
+        assert len(decode.draft) <= self._max_draft_tokens, f"a draft that is too long: {decode}"
+        assert decode.token is not None or not decode.draft, f"a draft behind no token: {decode}"
         self._check_row(key, decode.group, decode.row, decode.start)
-        self._groups[decode.group].write(decode.row, decode.start, (tokens[-1],))
+        padding = (PADDING,) * (width - 1 - len(decode.draft))
+        fed = (tokens[-1], *decode.draft, *padding)
+        self._groups[decode.group].write(decode.row, decode.start, fed)
 
     def _check_row(self, key: Key, group: int, row: int, length: int) -> None:
         found = self._groups[group].read(row, length)
         expected = self._answering[key].tokens[:length]
         assert found == expected, f"{key} in row {row} of group {group}: {found}, not {expected}"
 
-    def _choose(self, answering: Answering) -> tuple[int, str | None]:
-        """The next token, and why the row fails."""
+    def _choose(self, answering: Answering, advanced: int) -> tuple[int, str | None]:
+        """The next token, and why the row fails; so many tokens of a draft are taken already."""
         setup, token = answering.setup, self._script(answering.tokens)
         early = answering.num_output < setup.params.min_tokens and token in setup.end_tokens
         hosted = bool(setup.processors) or setup.constraint is not None
         if hosted:
-            assert len(setup.output) == answering.num_output, f"{setup.key}: asked too early"
+            read = len(setup.output) + advanced
+            assert read == answering.num_output, f"{setup.key}: asked too early"
         if early or hosted:
             try:
                 token = self._ask_host(answering, token)
@@ -506,6 +551,27 @@ class ScriptedRunner:
         for processor in setup.processors:
             logits = list(processor(tuple(setup.output), logits))
         return max(range(len(logits)), key=lambda token: (logits[token], -token))
+
+
+def _widths(decodes: Sequence[Decode]) -> dict[int, int]:
+    """Tokens per row of each group's forward."""
+    widths: dict[int, int] = {}
+    for decode in decodes:
+        widths[decode.group] = max(widths.get(decode.group, 1), 1 + len(decode.draft))
+    return widths
+
+
+def _advance(setup: RowSetup, token: int) -> bool:
+    """Whether a draft may go on behind a token that the row chose."""
+    if setup.constraint is None:
+        return True
+    try:
+        complete = setup.constraint.advance(token)
+    except Exception:  # noqa: BLE001 — it will raise again when the answer takes the token
+        return False
+    if complete:
+        setup.constraint.rollback(1)
+    return not complete
 
 
 def _masked(logits: list[float], packed: bytes) -> list[float]:
