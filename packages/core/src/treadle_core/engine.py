@@ -147,13 +147,14 @@ class InFlight(NamedTuple):
     Attributes:
         plan: What was submitted.
         step: What it gives.
-        follows: Whether it was submitted behind another one, so that building it took no time.
+        steady: Whether the time since the step before is what such steps take: it was submitted
+            behind another one, or never could be.
         asked: What the drafter was asked for it, if it was.
     """
 
     plan: Plan
     step: PendingStep
-    follows: bool
+    steady: bool
     asked: Asked | None
 
 
@@ -229,6 +230,7 @@ class Engine:
         self._unfinished: dict[str, int] = {}
         self._flight: deque[InFlight] = deque()
         self._asked: Asked | None = None
+        self._reads_first = False
         self._planned: Plan | None = None
         self._events: list[Event] = []
         self._held: list[tuple[int, Terminal]] = []
@@ -314,7 +316,8 @@ class Engine:
         if self._closed:
             raise EngineClosed
         # How far a row is after a draft is known when the step was read.
-        if self._scheduler.must_read_first or any(f.plan.has_drafts for f in self._flight):
+        self._reads_first = self._scheduler.must_read_first
+        if self._reads_first or any(f.plan.has_drafts for f in self._flight):
             self._read_all()
         self._ask_drafter()
         plan = self._next_plan()
@@ -527,7 +530,8 @@ class Engine:
         self._drop(plan)
         self._tell(plan.number)
         if plan.has_work:
-            self._flight.append(InFlight(plan, step, bool(self._flight), self._asked))
+            steady = bool(self._flight) or self._reads_first or self._asked is not None
+            self._flight.append(InFlight(plan, step, steady, self._asked))
 
     def _drop(self, plan: Plan) -> None:
         """What a plan restored is in its row now, or nowhere."""
@@ -711,8 +715,8 @@ def _seconds(flown: InFlight, before: float | None, now: float) -> float | None:
 
     A plain step that had to fill the pipeline is longer than the ones that follow it.
     """
-    steady = flown.follows or flown.asked is not None
-    return now - before if before is not None and steady and not flown.plan.prefills else None
+    usual = flown.steady and not flown.plan.prefills
+    return now - before if usual and before is not None else None
 
 
 def _prefix_key(request: Request, prompt: tuple[int, ...]) -> PrefixKey:

@@ -1,0 +1,209 @@
+"""Answers with drafts are the plain answers, token for token, whoever drafts and however well."""
+
+import random
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from treadle_core import Completion, Engine, EngineConfig, Request, SamplingParams, collect
+from treadle_core.drafting import DraftController, DraftRoom, VerifiedStep
+from treadle_core.mlx_runtime.load import bounded
+from treadle_core.mlx_runtime.runner import ModelRunner
+from treadle_core.pacing import FixedChunk
+from treadle_core.plan import Key
+from treadle_core.testing import ScriptedConstraint, zoo
+from treadle_core.testing.drafting import (
+    LastWrongDrafter,
+    OracleDrafter,
+    RandomDrafter,
+    WrongDrafter,
+)
+
+from .harness import RECURRENT, SOLO, TOLERANCE, Subject, random_tokens, reference, subject
+
+DRAFTED = ("llama", "qwen3", "moe", "gemma3", "gpt_oss", "deepseek_v3")
+LENGTHS = (1, 33, 64, 17, 70, 5)
+VOCAB = zoo.VOCAB_SIZE
+
+
+class Always:
+    """Asks for drafts in every step, or in every other one."""
+
+    def __init__(self, num_tokens: int, *, sometimes: bool = False) -> None:
+        self.max_tokens = num_tokens
+        self.sometimes = sometimes
+        self.steps: list[VerifiedStep] = []
+
+    def limits(self, rows: Sequence[DraftRoom]) -> list[int]:
+        off = self.sometimes and len(self.steps) % 2
+        return [0 if off else min(row.most, self.max_tokens) for row in rows]
+
+    def settle(self, rows: Sequence[DraftRoom]) -> list[int]:
+        return [row.most for row in rows]
+
+    def observe(self, step: VerifiedStep) -> None:
+        self.steps.append(step)
+
+    def leave(self, key: Key) -> None:
+        pass
+
+
+def even_tokens() -> ScriptedConstraint:
+    """Every other token is even, and the answer is complete after 13."""
+    allowed = [range(0, VOCAB, 2) if place % 2 else None for place in range(40)]
+    return ScriptedConstraint(allowed, complete_after=13, vocab_size=VOCAB)
+
+
+def requests_of(family: str) -> list[Request]:
+    """Rows of every kind, of all lengths."""
+    rng = random.Random(family)
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.8, "seed": 3, "top_p": 0.9},
+        {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+        {
+            "temperature": 1.0,
+            "seed": 5,
+            "top_k": 40,
+            "min_tokens": 9,
+            "stop_token_ids": tuple(range(0, VOCAB, 3)),
+            "presence_penalty": 0.5,
+        },
+        {"temperature": 0.9, "seed": 8, "min_p": 0.02, "logit_bias": {7: 3.0}},
+        {"temperature": 0.0},
+    ]
+    return [
+        Request(
+            id=f"r{i}",
+            prompt=random_tokens(rng, length),
+            params=SamplingParams(max_tokens=28 - i, logprobs=True, top_logprobs=5, **kind),
+            constraint=even_tokens if i == 4 else None,
+            logits_processors=(lambda tokens, logits: logits,) if i == 5 else (),
+        )
+        for i, (length, kind) in enumerate(zip(LENGTHS, kinds, strict=True))
+    ]
+
+
+def engine_of(
+    target: Subject, drafter: OracleDrafter | None, controller: DraftController | None, k: int
+) -> Engine:
+    return Engine(
+        ModelRunner(target.model, target.spec, slack=k),
+        config=EngineConfig(max_num_seqs=4, max_num_batched_tokens=256),
+        chunk=FixedChunk(16),
+        drafter=drafter,
+        controller=controller,
+    )
+
+
+def play(engine: Engine, requests: Sequence[Request], every: int) -> dict[str, Completion]:
+    """Run requests that arrive one after the other."""
+    waiting, events = list(requests), list[Any]()
+    for number in range(10_000):
+        if waiting and number % every == 0:
+            engine.add(waiting.pop(0))
+        if not waiting and not engine.has_work:
+            break
+        events += engine.step()
+        engine.check_integrity()
+    return {key[0]: completion for key, completion in collect(events).items()}
+
+
+def target_of(family: str) -> Subject:
+    """The family's model; with ``bounded`` in its name, rows forget what is far back."""
+    target = subject(family.removesuffix(" bounded"))
+    if family.endswith(" bounded"):
+        return Subject(family, target.model, bounded(target.spec, 24))
+    return target
+
+
+@cache
+def plain(family: str) -> dict[str, Completion]:
+    return play(engine_of(target_of(family), None, None, 0), requests_of(family), every=3)
+
+
+def continuation(family: str) -> Callable[[Sequence[int], int], list[int]]:
+    """What plain decoding gave; nothing sensible behind an end."""
+    known = [
+        [*request.prompt, *plain(family)[request.id].tokens] for request in requests_of(family)
+    ]
+
+    def go_on(tokens: Sequence[int], num: int) -> list[int]:
+        for each in known:
+            if each[: len(tokens)] == list(tokens):
+                return [*each[len(tokens) :], *[1] * num][:num]
+        raise AssertionError("a row has tokens that plain decoding did not give")
+
+    return go_on
+
+
+def check(family: str, found: dict[str, Completion]) -> None:
+    for request in requests_of(family):
+        expected, completion = plain(family)[request.id], found[request.id]
+        assert completion.tokens == expected.tokens, request.id
+        assert completion.reason == expected.reason
+        scale = float(np.abs(reference(subject(family.split()[0]), tuple(request.prompt))).max())
+        near = TOLERANCE * scale
+        assert completion.logprobs == pytest.approx(expected.logprobs, abs=near)
+        for mine, others in zip(completion.top_logprobs, expected.top_logprobs, strict=True):
+            pairs = [[item.logprob for item in tops] for tops in (mine, others)]
+            assert pairs[0] == pytest.approx(pairs[1], abs=near)
+
+
+KINDS = {
+    "right": OracleDrafter,
+    "wrong": WrongDrafter,
+    "last wrong": LastWrongDrafter,
+    "random": RandomDrafter,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [1, 3, 7])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", [*DRAFTED, "llama bounded", "deepseek_v3 bounded"])
+def test_rows_that_join_and_leave_get_their_plain_answers(family: str, kind: str, k: int) -> None:
+    drafter = KINDS[kind](continuation(family))
+    controller = Always(k, sometimes=k == 3)
+    engine = engine_of(target_of(family), drafter, controller, k)
+
+    found = play(engine, requests_of(family), every=3)
+
+    check(family, found)
+    total = engine.stats().drafts
+    assert total is not None
+    assert total.attempted > 5
+    # Two answers end before their limit, and what was drafted behind the end was in vain.
+    assert total.rejected <= 2 * k or kind != "right"
+    assert total.accepted == 0 or kind != "wrong"
+    assert found["r5"].usage is not None
+    assert found["r5"].usage.drafts is not None
+    assert set(found["r5"].usage.drafts.bypassed) <= {"unsupported", "off"}
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 4])
+def test_right_drafts_save_forwards_whatever_the_batch(num_rows: int) -> None:
+    family = "llama"
+    drafter = OracleDrafter(continuation(family))
+    engine = engine_of(subject(family), drafter, Always(4), 4)
+
+    requests = requests_of(family)[:num_rows]
+    found = play(engine, requests, every=1)
+
+    for request in requests:
+        assert found[request.id].tokens == plain(family)[request.id].tokens
+        usage = found[request.id].usage
+        assert usage is not None
+        assert usage.drafts is not None
+        forwards = usage.completion_tokens - usage.drafts.forwards_saved
+        assert forwards <= 1 + -(-usage.completion_tokens // 5) + 1
+
+
+@pytest.mark.parametrize("family", sorted((RECURRENT | SOLO) - {"gemma2"}))
+def test_models_that_cannot_take_tokens_back_verify_no_drafts(family: str) -> None:
+    target = subject(family)
+
+    assert ModelRunner(target.model, target.spec, slack=4).max_draft_tokens == 0
