@@ -39,6 +39,8 @@ OWN_FLAGS = {
     "cache-save",
     "kv-bits",
     "kv-group-size",
+    "speculative-method",
+    "num-speculative-tokens",
 }
 
 # What else has to be said for a flag to mean something.
@@ -49,6 +51,7 @@ NEEDED = {
     "kv_cache_quantization_group_size": ["--kv-cache-quantization"],
     "kv_cache_min_quantize_tokens": ["--kv-cache-quantization"],
     "ssd_cache_max_gb": ["--ssd-cache-dir", "d"],
+    "num_speculative_tokens": ["--speculative-method", "ngram"],
 }
 
 # One of each pair excludes the other, so that not all fit into one file.
@@ -72,6 +75,7 @@ VALUES: dict[str, Any] = {
     "model": "m",
     "policy": "priority",
     "served_model_name": ("a", "b"),
+    "speculative_method": "ngram",
     "system": "s",
     "stop": ("a", "b"),
     "gpu_memory_utilization": 0.5,

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Those of the command line; None takes the process's.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # What follows "bench engine", say, is the benchmark's own.
+    # What follows "bench engine" and the like is the benchmark's own.
     own = 2 if words[:1] == ["bench"] else len(words)
     given = make_parser().parse_args(words[:own])
     try:

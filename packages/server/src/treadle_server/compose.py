@@ -12,14 +12,23 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from treadle_core import AsyncEngine, Engine, EngineConfig, Unsupported
+from treadle_core.drafting import DraftController, Drafter
 from treadle_core.ports import PrefixStore
 from treadle_server.cache_command import Care
 from treadle_server.saving import SavingStore
-from treadle_server.settings import CacheOptions, MemoryConfig, ModelConfig, ServeConfig
+from treadle_server.settings import (
+    CacheOptions,
+    MemoryConfig,
+    ModelConfig,
+    ServeConfig,
+    SpeculativeOptions,
+)
 
 logger = logging.getLogger("treadle.server")
 
 MakeStore = Callable[[], PrefixStore]
+MakeDrafting = Callable[[], tuple[Drafter, DraftController]]
+Bench = Callable[[list[str]], int]
 
 
 def open_engine(
@@ -27,6 +36,7 @@ def open_engine(
     engine: EngineConfig,
     memory: MemoryConfig,
     make_store: MakeStore | None = None,
+    make_drafting: MakeDrafting | None = None,
 ) -> Engine:
     """Load a model on the calling thread and make an engine over it.
 
@@ -35,6 +45,7 @@ def open_engine(
         engine: Options of the engine.
         memory: How much memory live KV may take.
         make_store: Makes the store of prefixes; None keeps none.
+        make_drafting: Makes drafter and controller; None decodes one token at a time.
 
     Raises:
         ModelLoadError: The checkpoint cannot be used.
@@ -53,7 +64,11 @@ def open_engine(
     )
     config = replace(engine, kv_memory_bytes=memory.kv_bytes)
     opened, _ = runtime.open_engine(
-        options, config, memory_utilization=memory.utilization, make_store=make_store
+        options,
+        config,
+        memory_utilization=memory.utilization,
+        make_store=make_store,
+        make_drafting=make_drafting,
     )
     return opened
 
@@ -65,7 +80,10 @@ def serving_engine(config: ServeConfig) -> AsyncEngine:
         Unsupported: An option needs a package that is not installed.
     """
     make_store = store_maker(config.cache, asked_for(config))
-    return AsyncEngine(lambda: open_engine(config.model, config.engine, config.memory, make_store))
+    make_drafting = drafting_maker(config.speculative)
+    return AsyncEngine(
+        lambda: open_engine(config.model, config.engine, config.memory, make_store, make_drafting)
+    )
 
 
 def asked_for(config: ServeConfig) -> tuple[str, ...]:
@@ -159,6 +177,39 @@ def cache_care() -> Care:
     return disk
 
 
+def drafting_maker(options: SpeculativeOptions) -> MakeDrafting | None:
+    """What makes drafter and controller, on the engine's thread; None where nobody drafts.
+
+    Raises:
+        Unsupported: Its package is not installed.
+    """
+    if options.speculative_method == "off":
+        return None
+    if find_spec("treadle_speculative") is None:
+        raise Unsupported(
+            "speculative_method needs the package treadle-speculative: "
+            "install treadle-server with its extra, treadle-server[speculative]"
+        )
+    return lambda: make_drafting(options)
+
+
+def make_drafting(options: SpeculativeOptions) -> tuple[Drafter, DraftController]:
+    """Who drafts, and who decides how much.
+
+    Raises:
+        Unsupported: Nobody drafts by this method.
+    """
+    from treadle_speculative import SpeculativeConfig, make_controller, make_drafter
+
+    config = SpeculativeConfig(
+        method=options.speculative_method, num_tokens=options.num_speculative_tokens
+    )
+    drafter = make_drafter(config)
+    if drafter is None:
+        raise Unsupported(f"speculative_method: nobody drafts by {options.speculative_method}")
+    return drafter, make_controller(config)
+
+
 def with_served_name(config: ServeConfig) -> ServeConfig:
     """``config`` with the checkpoint's name to serve it under, if it has none."""
     if config.http.served_model_name:
@@ -169,14 +220,14 @@ def with_served_name(config: ServeConfig) -> ServeConfig:
     return replace(config, http=replace(config.http, served_model_name=(name,)))
 
 
-def engine_bench() -> Callable[[list[str]], int]:
-    """The engine's benchmark, which reads its own options."""
+def engine_bench() -> Bench:
+    """The engine's benchmark."""
     from treadle_core.mlx_runtime import bench
 
     return bench.main
 
 
-def cache_bench() -> Callable[[list[str]], int]:
+def cache_bench() -> Bench:
     """The prefix store's benchmark, which reads its own options.
 
     Raises:
@@ -188,4 +239,21 @@ def cache_bench() -> Callable[[list[str]], int]:
     return bench.main
 
 
-BENCHMARKS = {"engine": engine_bench, "cache": cache_bench}
+def speculative_bench() -> Bench:
+    """The benchmark of speculation.
+
+    Raises:
+        Unsupported: Its package is not installed.
+    """
+    if find_spec("treadle_speculative") is None:
+        raise Unsupported(
+            "bench speculative needs the package treadle-speculative: "
+            "install treadle-server with its extra, treadle-server[speculative]"
+        )
+    from treadle_speculative import bench
+
+    return bench.main
+
+
+BENCHMARKS = {"engine": engine_bench, "cache": cache_bench, "speculative": speculative_bench}
+"""What can be measured; each reads its own options."""

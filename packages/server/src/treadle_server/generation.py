@@ -250,8 +250,10 @@ def total(usages: Sequence[Usage], n: int) -> Usage:
         n: Answers of each prompt.
     """
     prompts = usages[::n]
+    drafts = [usage.drafts for usage in usages if usage.drafts is not None]
     return Usage(
         prompt_tokens=sum(usage.prompt_tokens for usage in prompts),
         completion_tokens=sum(usage.completion_tokens for usage in usages),
         cached_tokens=sum(usage.cached_tokens for usage in prompts),
+        drafts=sum(drafts[1:], drafts[0]) if drafts else None,
     )

@@ -23,6 +23,7 @@ from treadle_server.settings import (
     RunConfig,
     RunOptions,
     ServeConfig,
+    SpeculativeOptions,
 )
 from treadle_server.validation import expected
 
@@ -170,6 +171,21 @@ CACHE = (
     ),
 )
 
+SPECULATIVE = (
+    Option(
+        SpeculativeOptions,
+        "speculative_method",
+        "off, or ngram: guess tokens from the text so far; answers stay what they are",
+        "METHOD",
+    ),
+    Option(
+        SpeculativeOptions,
+        "num_speculative_tokens",
+        "guess so many in every step (as many as pays, by what is measured)",
+        "N",
+    ),
+)
+
 SERVER = (
     Option(HttpConfig, "host", "address to listen on", "ADDRESS"),
     Option(HttpConfig, "port", "port to listen on; 0 lets the system choose", "PORT"),
@@ -223,7 +239,7 @@ RUN = (
     Option(RunOptions, "stop", "text that ends the answer; repeatable", "TEXT", many=True),
 )
 
-SERVE_OPTIONS = (*MODEL, *ENGINE, *CACHE, *SERVER)
+SERVE_OPTIONS = (*MODEL, *ENGINE, *CACHE, *SPECULATIVE, *SERVER)
 RUN_OPTIONS = (*MODEL, *RUN)
 
 # Each of a pair would make the other one mean nothing; a zero of the first is as if it were absent.
@@ -236,6 +252,7 @@ EXCLUSIVE = (
 DEPENDENT = (
     ("ageing_seconds", "policy", ("priority",)),
     ("kv_group_size", "kv_bits", (4, 8)),
+    ("num_speculative_tokens", "speculative_method", ("ngram",)),
 )
 
 
@@ -343,6 +360,7 @@ def serve_config(values: Values) -> ServeConfig:
         model=part(ModelConfig, SERVE_OPTIONS, values),
         memory=part(MemoryConfig, SERVE_OPTIONS, values),
         cache=part(CacheOptions, SERVE_OPTIONS, values),
+        speculative=part(SpeculativeOptions, SERVE_OPTIONS, values),
         engine=part(EngineConfig, SERVE_OPTIONS, values),
         defaults=part(RequestDefaults, SERVE_OPTIONS, values),
         http=part(HttpConfig, SERVE_OPTIONS, values),

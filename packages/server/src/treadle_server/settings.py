@@ -22,7 +22,9 @@ DEFAULT_SSD_GB = 10.0
 MIN_SSD_GB = 0.01
 MAX_SSD_GB = 1e6
 MAX_SECONDS = 1e9
+MAX_DRAFT_TOKENS = 31
 
+SpeculativeMethod = Literal["off", "ngram"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -245,6 +247,29 @@ class CacheOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise Unsupported(f"{field} means nothing without {other}")
 
 
+class SpeculativeOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whether several tokens are guessed and verified at once.
+
+    Attributes:
+        speculative_method: ``ngram`` guesses from what the prompt and the answer said before.
+        num_speculative_tokens: Guess so many in every step; None guesses as many as pays.
+    """
+
+    speculative_method: SpeculativeMethod = "off"
+    num_speculative_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check both fields.
+
+        Raises:
+            InvalidRequest: With the field, its value and what is accepted.
+        """
+        if self.speculative_method not in ("off", "ngram"):
+            raise InvalidRequest("speculative_method", self.speculative_method, "off or ngram")
+        if self.num_speculative_tokens is not None:
+            check_int("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DRAFT_TOKENS)
+
+
 class RequestDefaults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a request gets where it says nothing, and the most it may ask for.
 
@@ -344,6 +369,7 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     model: ModelConfig = ModelConfig()
     memory: MemoryConfig = MemoryConfig()
     cache: CacheOptions = CacheOptions()
+    speculative: SpeculativeOptions = SpeculativeOptions()
     engine: EngineConfig = EngineConfig()
     defaults: RequestDefaults = RequestDefaults()
     http: HttpConfig = HttpConfig()

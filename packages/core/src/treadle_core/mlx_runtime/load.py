@@ -22,10 +22,11 @@ from treadle_core.layers import (
     flatten,
     grows,
     quantise,
+    why_no_drafts,
 )
 from treadle_core.mlx_runtime.adapter import TextModel, inspect
 from treadle_core.mlx_runtime.gguf import find_demo_model, load_gguf
-from treadle_core.mlx_runtime.probe import check_batching, check_quantising
+from treadle_core.mlx_runtime.probe import check_batching, check_drafts, check_quantising
 from treadle_core.mlx_runtime.runner import ModelRunner
 from treadle_core.mlx_runtime.tokenizer import ModelTokenizer, token_ids
 
@@ -33,6 +34,7 @@ HUB_DEFAULT = "mlx-community/SmolLM2-135M-Instruct"
 KEPT_TOKENS = 4
 KV_BITS = (4, 8)
 KV_GROUP_SIZES = (32, 64)
+WIDEST_ELSEWHERE = 32
 
 
 class ModelOptions(Struct, frozen=True, kw_only=True):
@@ -76,8 +78,12 @@ class LoadedModel:
         self.config = config
 
 
-def load(options: ModelOptions) -> LoadedModel:
+def load(options: ModelOptions, *, max_draft_tokens: int = 0) -> LoadedModel:
     """Load a model on the calling thread, which owns it from now on.
+
+    Args:
+        options: What to load.
+        max_draft_tokens: Longest draft that is to be verified; the model may allow less.
 
     Raises:
         ModelLoadError: The checkpoint cannot be used.
@@ -92,6 +98,7 @@ def load(options: ModelOptions) -> LoadedModel:
             max_kv_size=options.max_kv_size,
             kv_bits=options.kv_bits,
             kv_group_size=options.kv_group_size,
+            slack=max_draft_tokens,
         )
     except TreadleError:
         raise
@@ -117,10 +124,11 @@ def make_runner(
         max_kv_size: Most tokens whose KV a row keeps; 0 keeps all.
         kv_bits: Bits of a number of live KV; None does not quantise.
         kv_group_size: Numbers that share a scale.
-        slack: Tokens that a row may take back.
+        slack: Longest draft that is to be verified: tokens that a row may take back.
 
     Raises:
-        Unsupported: ``max_kv_size`` or ``kv_bits`` cannot be honoured.
+        Unsupported: ``max_kv_size`` or ``kv_bits`` cannot be honoured, or drafts give wrong
+            logits.
     """
     if max_kv_size and kv_bits is not None:
         raise Unsupported(
@@ -129,12 +137,30 @@ def make_runner(
         )
     text = TextModel(model)
     spec = check_batching(text, inspect(text, config))
+    slack = min(slack, widest_forward(config) - 1)
+    wrong = check_drafts(text, spec) if slack and not why_no_drafts(spec) else ""
+    if wrong:
+        raise Unsupported(f"no drafts can be verified with {spec.model_type}: {wrong}")
     if max_kv_size:
         spec = bounded(spec, max_kv_size)
     if kv_bits is not None:
         spec = quantised(spec, kv_bits, kv_group_size)
         check_quantising(text, spec)
     return ModelRunner(text, spec, slack=slack)
+
+
+def widest_forward(config: dict[str, Any]) -> int:
+    """Tokens per row up to which attention of one forward costs little more than of one token.
+
+    Metal has a kernel for few queries; it takes at most 8 per row, and 32 that share a key head.
+    """
+    if mx.default_device() == mx.cpu or not mx.metal.is_available():
+        return WIDEST_ELSEWHERE
+    text: Any = config.get("text_config")
+    source = text if isinstance(text, dict) else config
+    heads: Any = source.get("num_attention_heads") or 1
+    shared: Any = source.get("num_key_value_heads") or heads
+    return max(2, min(8, 32 * shared // heads))
 
 
 def bounded(spec: ModelSpec, max_kv_size: int) -> ModelSpec:

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 from msgspec.structs import replace
 
+from treadle_core.drafting import DraftController, Drafter
 from treadle_core.engine import Engine, EngineConfig
 from treadle_core.mlx_runtime.load import LoadedModel, ModelOptions, load
 from treadle_core.mlx_runtime.memory import kv_budget, wire_memory
@@ -21,6 +22,7 @@ def open_engine(
     memory_utilization: float = 0.9,
     observers: Sequence[Observer] = (),
     make_store: Callable[[], PrefixStore | None] | None = None,
+    make_drafting: Callable[[], tuple[Drafter, DraftController]] | None = None,
 ) -> tuple[Engine, LoadedModel]:
     """Load a model and make an engine over it, both owned by the calling thread.
 
@@ -33,6 +35,8 @@ def open_engine(
         make_store: Makes the engine's prefix store, or none. It is called here, because a store
             belongs to the engine's thread, and before the model is loaded, so that one that cannot
             be made is told at once; if anything fails after it, the store is closed.
+        make_drafting: Makes who drafts and who decides how much, on the engine's thread too; None
+            decodes one token at a time.
 
     Raises:
         ModelLoadError: The checkpoint cannot be used.
@@ -43,8 +47,10 @@ def open_engine(
         store = make_store() if make_store is not None else None
         if store is not None:
             undo.callback(store.close)
+        drafter, controller = make_drafting() if make_drafting is not None else (None, None)
         wire_memory()
-        loaded = load(options or ModelOptions())
+        longest = controller.max_tokens if controller is not None else 0
+        loaded = load(options or ModelOptions(), max_draft_tokens=longest)
         if loaded.runner.spec.note:
             logger.warning("%s: %s", loaded.name, loaded.runner.spec.note)
         if config.kv_memory_bytes is None:
@@ -55,6 +61,8 @@ def open_engine(
             config=config,
             observers=observers,
             store=store,
+            drafter=drafter,
+            controller=controller,
         )
         undo.pop_all()
         return engine, loaded

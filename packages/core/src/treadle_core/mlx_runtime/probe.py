@@ -70,18 +70,41 @@ def quantised_caches(model: TextModel, layers: Sequence[LayerSpec]) -> list[Any]
     """The model's own caches for one row, with mlx-lm's quantised ones where ``layers`` say so."""
     pairs = zip(model.new_cache(), layers, strict=True)
     return [_quantised_cache(cache, layer) for cache, layer in pairs]
+def check_drafts(model: TextModel, spec: ModelSpec) -> str:
+    """What is wrong with several tokens per row in one forward, and taking some back; or nothing.
+
+    Every row is fed a draft. Then all but its first token are taken back, and rows go on from
+    there with another one.
+    """
+    try:
+        written, group = run_wide(model, spec)
+        ahead = relative_difference(written, run_alone(model))
+        gone_back = relative_difference([take_back(group)], run_alone(model, tokens=(DECODED[-1],))[-1:])
+    except Exception as error:  # noqa: BLE001 — unknown models may raise anything
+        return f"a forward of several tokens per row raised {describe(error)}"
+    difference = max(ahead, gone_back)
+    if not difference <= TOLERANCE:
+        return f"logits of several tokens per row differ by {difference:.2g} of their scale"
+    return ""
+
+
+def run_wide(model: TextModel, spec: ModelSpec) -> tuple[list[mx.array], SlotGroup]:
+    """Logits of all that the rows decode, from one forward, and their group after it."""
+    group, starts = _prefilled(model, spec, slack=len(DECODED))
+    tokens = mx.array([list(decoded(prompt)) for prompt in PROMPTS])
+    logits = group.decode(tokens, starts)
+    mx.eval(logits)
+    return [logits[:, step] for step in range(tokens.shape[1])], group
+
+
+def take_back(group: RowGroup) -> mx.array:
+    """Logits ``[rows, vocab]`` behind another second token than the one that was written."""
+    return _decode(group, [DECODED[-1]] * len(PROMPTS), [len(prompt) for prompt in PROMPTS])
 
 
 def run_together(model: TextModel, spec: ModelSpec) -> list[mx.array]:
     """Logits ``[rows, vocab]`` of each decode step of rows that share a forward."""
-    group = SlotGroup(model, spec.layers, slack=0, width_step=CAPACITY)
-    starts = [len(prompt) - 1 for prompt in PROMPTS]
-    group.resize(Resize(0, len(PROMPTS), CAPACITY))
-    for row, (prompt, start) in enumerate(zip(PROMPTS, starts, strict=True)):
-        group.open(Open(0, row))
-        if start:
-            group.prefill(row, prompt[:start], 0)
-        group.promote(Promote(0, row, row, start, start))
+    group, starts = _prefilled(model, spec, slack=0)
     columns = zip(*(decoded(prompt) for prompt in PROMPTS), strict=True)
     return [
         _decode(group, list(fed), [start + step for start in starts])
@@ -89,14 +112,25 @@ def run_together(model: TextModel, spec: ModelSpec) -> list[mx.array]:
     ]
 
 
-def run_alone(model: TextModel, new_cache: Callable[[], list[Any]]) -> list[mx.array]:
-    """The same logits from caches of mlx-lm's, one row after the other."""
+def run_alone(
+    model: TextModel,
+    new_cache: Callable[[], list[Any]] | None = None,
+    tokens: tuple[int, ...] = DECODED,
+) -> list[mx.array]:
+    """The same logits from caches of mlx-lm's, one row after the other.
+
+    Args:
+        model: The model.
+        new_cache: Makes a row's caches; the model's own by default.
+        tokens: What each row is fed after its prompt.
+    """
     rows: list[list[mx.array]] = []
     for prompt in PROMPTS:
-        cache = new_cache()
+        cache = (new_cache or model.new_cache)()
         if len(prompt) > 1:
             mx.eval(model.forward(mx.array([prompt[:-1]]), cache))
-        rows.append([model.forward(mx.array([[token]]), cache)[0, -1] for token in decoded(prompt)])
+        fed = (prompt[-1], *tokens)
+        rows.append([model.forward(mx.array([[token]]), cache)[0, -1] for token in fed])
     return [mx.stack(list(step)) for step in zip(*rows, strict=True)]
 
 
@@ -110,6 +144,19 @@ def relative_difference(left: list[mx.array], right: list[mx.array]) -> float:
     a, b = (mx.stack(side).astype(mx.float32) for side in (left, right))
     value: float = (mx.max(mx.abs(a - b)) / mx.maximum(mx.max(mx.abs(b)), 1e-6)).item()  # pyright: ignore[reportAssignmentType]
     return value
+
+
+def _prefilled(model: TextModel, spec: ModelSpec, *, slack: int) -> tuple[SlotGroup, list[int]]:
+    """Rows that hold all of their prompts but the last token, and how much that is."""
+    group = SlotGroup(model, spec.layers, slack=slack, width_step=CAPACITY)
+    starts = [len(prompt) - 1 for prompt in PROMPTS]
+    group.resize(Resize(0, len(PROMPTS), CAPACITY))
+    for row, (prompt, start) in enumerate(zip(PROMPTS, starts, strict=True)):
+        group.open(Open(0, row))
+        if start:
+            group.prefill(row, prompt[:start], 0)
+        group.promote(Promote(0, row, row, start, start))
+    return group, starts
 
 
 def _decode(group: RowGroup, tokens: list[int], starts: list[int]) -> mx.array:

@@ -15,6 +15,18 @@ class PromptDetails(Struct, frozen=True, kw_only=True):
     cached_tokens: int
 
 
+class CompletionDetails(Struct, frozen=True, kw_only=True):
+    """Of the answer's tokens, where some were guessed ahead.
+
+    Attributes:
+        accepted_prediction_tokens: Guesses that became part of the answer.
+        rejected_prediction_tokens: Guesses that did not; they are not counted elsewhere.
+    """
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class UsageReply(Struct, frozen=True, kw_only=True):
     """Token counts."""
 
@@ -22,6 +34,7 @@ class UsageReply(Struct, frozen=True, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
 
 
 def usage_reply(usage: Usage) -> UsageReply:
@@ -31,6 +44,17 @@ def usage_reply(usage: Usage) -> UsageReply:
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
         prompt_tokens_details=PromptDetails(cached_tokens=usage.cached_tokens),
+        completion_tokens_details=completion_details(usage),
+    )
+
+
+def completion_details(usage: Usage) -> CompletionDetails | UnsetType:
+    """What speculation did; nothing where it is off."""
+    if usage.drafts is None:
+        return UNSET
+    return CompletionDetails(
+        accepted_prediction_tokens=usage.drafts.accepted,
+        rejected_prediction_tokens=usage.drafts.rejected,
     )
 
 

@@ -1,0 +1,194 @@
+"""What drafting brings: speed with it against speed without, as ratios from one run, as JSON."""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from treadle_core.engine import Engine, EngineConfig
+from treadle_core.events import DraftCounters, Event, Finished, TokenOut
+from treadle_core.mlx_runtime.load import ModelOptions, make_runner, read_checkpoint, resolve
+from treadle_core.mlx_runtime.tokenizer import ModelTokenizer
+from treadle_core.request import Request, SamplingParams
+from treadle_speculative.config import SpeculativeConfig, make_controller, make_drafter
+
+ROWS = 8
+NUM_TOKENS = 128
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+OFF = SpeculativeConfig()
+
+STORY = (
+    "The harbour master of Port Ellen kept two ledgers. In the first she wrote the names of the "
+    "ships that came in, the hour of their arrival, and the weight of what they carried. In the "
+    "second she wrote what the sailors told her about the weather further north. On the ninth of "
+    "October a grey schooner called the Marigold came in with forty barrels of herring and a cook "
+    "who said that the ice had already closed the strait. The harbour master wrote forty barrels "
+    "in the first ledger and closed strait in the second. Three days later the Marigold left with "
+    "empty barrels and a new cook, and the harbour master crossed the strait out again."
+)
+COPY = (
+    f"Repeat this text word for word:\n\n{STORY}",
+    f"Copy the following text exactly, but write Seagull in place of Marigold:\n\n{STORY}",
+)
+CHAT = (
+    "What should I think about before I adopt a dog?",
+    "Explain to a child why the sky is blue.",
+    "Give me three ideas for a birthday party in winter.",
+    "How does a bicycle stay upright?",
+)
+
+Report = dict[str, Any]
+
+
+class Side:
+    """One engine of a comparison, and what it did.
+
+    Args:
+        model: The model, its tokenizer and its config.
+        config: How it drafts.
+    """
+
+    def __init__(
+        self, model: tuple[Any, ModelTokenizer, dict[str, Any]], config: SpeculativeConfig
+    ) -> None:
+        network, _, options = model
+        drafter = make_drafter(config)
+        controller = make_controller(config) if drafter is not None else None
+        longest = controller.max_tokens if controller is not None else 0
+        runner = make_runner(network, options, slack=longest)
+        self.engine = Engine(
+            runner,
+            config=EngineConfig(max_num_seqs=ROWS),
+            drafter=drafter,
+            controller=controller,
+        )
+        self.speeds: list[float] = []
+        self.tokens: dict[str, list[int]] = {}
+        self.drafts = DraftCounters()
+        self.num_tokens = 0
+
+    def run(self, requests: Sequence[Request], *, counts: bool) -> None:
+        """Answer requests together; the time begins when each has its first token."""
+        for request in requests:
+            self.engine.add(request)
+            self.tokens[request.id] = []
+        while not all(self.tokens[request.id] for request in requests):
+            self._take(self.engine.step(), counts=counts)
+        before, started = self._count(requests), time.perf_counter()
+        while self.engine.has_work:
+            self._take(self.engine.step(), counts=counts)
+        if counts:
+            seconds = time.perf_counter() - started
+            self.speeds.append((self._count(requests) - before) / seconds)
+
+    def figures(self) -> Report:
+        """What it did in all of its runs."""
+        forwards = self.num_tokens - self.drafts.forwards_saved
+        return {
+            "tokens_per_second": self.speeds,
+            "forwards_per_token": round(forwards / max(1, self.num_tokens), 3),
+            "acceptance": self.drafts.acceptance_rate,
+            "drafts": self.drafts,
+        }
+
+    def _take(self, events: Sequence[Event], *, counts: bool) -> None:
+        for event in events:
+            if isinstance(event, TokenOut):
+                self.tokens[event.request_id].append(event.token)
+            elif isinstance(event, Finished) and counts:
+                self.num_tokens += event.usage.completion_tokens
+                self.drafts += event.usage.drafts or DraftCounters()
+
+    def _count(self, requests: Sequence[Request]) -> int:
+        return sum(len(self.tokens[request.id]) for request in requests)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmarks named on the command line (all by default) and print JSON."""
+    parser = argparse.ArgumentParser(prog="treadle bench speculative", description=__doc__)
+    parser.add_argument("--model", help="checkpoint to measure; the demo model by default")
+    parser.add_argument(
+        "--only", choices=sorted(BENCHMARKS), action="append", help="run these parts alone"
+    )
+    parser.add_argument("--repeat", type=int, default=3, help="turns of each comparison")
+    parser.add_argument(
+        "--num-tokens", type=int, help="draft so many tokens in every step; else as many as pays"
+    )
+    options = parser.parse_args(argv)
+    reference = resolve(options.model)
+    network, wrapper, config = read_checkpoint(reference, ModelOptions(model=options.model))
+    model = (network, ModelTokenizer(wrapper, config), config)
+    drafting = SpeculativeConfig(method="ngram", num_tokens=options.num_tokens)
+    report: Report = {}
+    details: Report = {}
+    for name, make_work in BENCHMARKS.items():
+        if not options.only or name in options.only:
+            print(f"{name} …", file=sys.stderr, flush=True)  # noqa: T201 — a command's output
+            report[name], details[name] = compare(model, make_work, drafting, options.repeat)
+    text = msgspec.json.format(msgspec.json.encode({**report, "details": details}), indent=2)
+    print(text.decode())  # noqa: T201 — a command's output
+    return 0
+
+
+def compare(
+    model: tuple[Any, ModelTokenizer, dict[str, Any]],
+    make_work: Callable[[ModelTokenizer], list[list[Request]]],
+    drafting: SpeculativeConfig,
+    repeat: int,
+) -> tuple[float, Report]:
+    """Tokens per second with drafts ÷ without, and whether the answers were the same."""
+    sides = {"plain": Side(model, OFF), "drafting": Side(model, drafting)}
+    for turn in range(repeat + 1):
+        # In turns, each first as often as the other: a machine gets slower as it gets warm.
+        for name in sorted(sides, reverse=turn % 2 == 0):
+            for batch in make_work(model[1]):
+                # In the first turn kernels are compiled and costs get known.
+                sides[name].run(batch, counts=turn > 0)
+    plain, drafted = sides["plain"], sides["drafting"]
+    ratio = statistics.median(drafted.speeds) / statistics.median(plain.speeds)
+    return round(ratio, 3), {
+        **{name: side.figures() for name, side in sides.items()},
+        "same_tokens": plain.tokens == drafted.tokens,
+    }
+
+
+def copy_alone(tokenizer: ModelTokenizer) -> list[list[Request]]:
+    """Quote and edit a given text, one request at a time."""
+    return [[_request(tokenizer, f"copy{i}", text, GREEDY)] for i, text in enumerate(COPY)]
+
+
+def chat_alone(tokenizer: ModelTokenizer) -> list[list[Request]]:
+    """Ordinary questions, one at a time, sampled as chats are."""
+    return [
+        [
+            _request(
+                tokenizer,
+                f"chat{i}",
+                text,
+                SamplingParams(temperature=0.7, seed=i, max_tokens=NUM_TOKENS, ignore_eos=True),
+            )
+        ]
+        for i, text in enumerate(CHAT)
+    ]
+
+
+def copy_together(tokenizer: ModelTokenizer) -> list[list[Request]]:
+    """Quote and edit, ``ROWS`` requests at a time."""
+    texts = [COPY[i % len(COPY)] + " " * (i // len(COPY)) for i in range(ROWS)]
+    return [[_request(tokenizer, f"row{i}", text, GREEDY) for i, text in enumerate(texts)]]
+
+
+BENCHMARKS = {
+    "ngram_copy_b1": copy_alone,
+    "ngram_chat_b1": chat_alone,
+    "ngram_copy_b8": copy_together,
+}
+
+
+def _request(tokenizer: ModelTokenizer, id: str, text: str, params: SamplingParams) -> Request:
+    chat = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    return Request(id=id, prompt=tuple(tokenizer.encode(chat)), params=params)
