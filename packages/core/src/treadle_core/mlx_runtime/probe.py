@@ -70,6 +70,8 @@ def quantised_caches(model: TextModel, layers: Sequence[LayerSpec]) -> list[Any]
     """The model's own caches for one row, with mlx-lm's quantised ones where ``layers`` say so."""
     pairs = zip(model.new_cache(), layers, strict=True)
     return [_quantised_cache(cache, layer) for cache, layer in pairs]
+
+
 def check_drafts(model: TextModel, spec: ModelSpec) -> str:
     """What is wrong with several tokens per row in one forward, and taking some back; or nothing.
 
@@ -79,7 +81,9 @@ def check_drafts(model: TextModel, spec: ModelSpec) -> str:
     try:
         written, group = run_wide(model, spec)
         ahead = relative_difference(written, run_alone(model))
-        gone_back = relative_difference([take_back(group)], run_alone(model, tokens=(DECODED[-1],))[-1:])
+        gone_back = relative_difference(
+            [take_back(group)], run_alone(model, tokens=(DECODED[-1],))[-1:]
+        )
     except Exception as error:  # noqa: BLE001 — unknown models may raise anything
         return f"a forward of several tokens per row raised {describe(error)}"
     difference = max(ahead, gone_back)
