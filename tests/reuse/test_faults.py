@@ -60,7 +60,9 @@ def test_a_disk_that_takes_nothing(family: str, code: int, ram_bytes: int, tmp_p
     session = Session(family, store)
     failing.is_on = True
     serve(session)
-    assert (serve(session) > 0) == (ram_bytes > 0)
+    reused = serve(session)
+    # Without RAM, what still waits to be written may be found.
+    assert reused > 0 or ram_bytes == 0
     session.engine.close()
     assert any(name.startswith("slow_") and "fail" in name for name in counters(session)), counters(
         session

@@ -36,7 +36,7 @@ from treadle_core.ports import (
     Runner,
     Tokenizer,
 )
-from treadle_core.prefix import PrefixKey, PrefixStats
+from treadle_core.prefix import PrefixStats
 from treadle_core.request import Request, check_float, check_int
 from treadle_core.reuse import Reuse
 from treadle_core.scheduler import NO_DRAFTS, Limits, Scheduler
@@ -206,9 +206,10 @@ class Engine:
             )
         self._speculation = self._speculate(drafter, controller)
         self._store = store
+        self._reuse = self._attach(store) if store is not None else None
         self._keeps_checkpoints = store is not None and state_layout(spec).has_state
         self._scheduler = Scheduler(
-            reuse=self._attach(store) if store is not None else None,
+            reuse=self._reuse,
             layout=KvLayout(
                 spec.layers,
                 budget_bytes=self._config.kv_memory_bytes,
@@ -293,12 +294,12 @@ class Engine:
         self._tell(self._scheduler.number + 1, request.id)
         for answer in answers:
             self._answers[answer.sequence.key] = answer
-        if self._store is not None:
-            self._store.prefetch(_prefix_key(request, prompt), len(prompt) - 1)
         self._unfinished[request.id] = request.n
         self._totals[0] += 1
         for observer in self._observers:
             observer.accepted(request.id)
+        if self._reuse is not None:
+            self._reuse.prefetch(request, prompt)
 
     def abort(self, request_id: str) -> bool:
         """End every unfinished answer of a request with reason ``abort``; idempotent.
@@ -328,6 +329,14 @@ class Engine:
             if self._events or self._planned is None:
                 return self.flush()
         self._planned = None
+        if self._held and plan.prefills:
+            # Whoever ended must not wait for somebody else's chunk.
+            before, plan = plan.split()
+            if not self._submit(before):
+                return self.flush()
+            if self._events:
+                self._planned = plan
+                return self.flush()
         self._submit(plan)
         # One step of look-ahead; but nobody's first token waits for the step after it.
         look_ahead = plan.has_work and not plan.has_first_tokens
@@ -401,7 +410,10 @@ class Engine:
 
     def _attach(self, store: PrefixStore) -> Reuse:
         """Let the store and the runner know of each other."""
-        layout = state_layout(self._runner.spec)
+        spec = self._runner.spec
+        if not spec.storable:
+            raise Unsupported(f"no state of {spec.model_type} can be stored: {spec.note}")
+        layout = state_layout(spec)
         store.attach(self._runner.fingerprint, layout)
         self._runner.use(store)
         return Reuse(store, layout, checkpoint_interval=self._config.checkpoint_interval)
@@ -509,9 +521,10 @@ class Engine:
             self._end_doomed()
         return self._planned
 
-    def _submit(self, plan: Plan) -> None:
+    def _submit(self, plan: Plan) -> bool:
+        """Start a step; whether that went well."""
         if plan.is_empty:
-            return
+            return True
         now = self._clock.now()
         for setup in plan.joins:
             answer = self._answers.get(setup.key)
@@ -526,18 +539,19 @@ class Engine:
             self._read_all()
             self._drop(plan)
             self._recover(plan, [], error)
-            return
+            return False
         self._drop(plan)
         self._tell(plan.number)
         if plan.has_work:
             steady = bool(self._flight) or self._reads_first or self._asked is not None
             self._flight.append(InFlight(plan, step, steady, self._asked))
+        return True
 
     def _drop(self, plan: Plan) -> None:
         """What a plan restored is in its row now, or nowhere."""
         for ticket in plan.tickets:
-            assert self._store is not None
-            self._store.release(ticket)
+            assert self._reuse is not None
+            self._reuse.release(ticket)
 
     def _tell(self, number: int, request_id: str | None = None) -> None:
         """Whatever was to be stored by plans up to this one can be found: tell who ended.
@@ -717,10 +731,6 @@ def _seconds(flown: InFlight, before: float | None, now: float) -> float | None:
     """
     usual = flown.steady and not flown.plan.prefills
     return now - before if usual and before is not None else None
-
-
-def _prefix_key(request: Request, prompt: tuple[int, ...]) -> PrefixKey:
-    return PrefixKey(tokens=prompt, salt=request.cache_salt or "")
 
 
 def make_chunk_policy(config: EngineConfig) -> ChunkPolicy:

@@ -103,6 +103,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
         batched: Whether rows share a forward; otherwise they run one at a time.
         note: Why not, in one sentence, when ``batched`` is false.
         model_type: The architecture's name.
+        storable: Whether a row's state comes back as it was; ``note`` says why not.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -111,6 +112,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     batched: bool = True
     note: str = ""
     model_type: str = ""
+    storable: bool = True
 
 
 def bound(spec: LayerSpec, max_kv_size: int, keep: int) -> LayerSpec:

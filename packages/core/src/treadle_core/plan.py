@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from treadle_core.events import TokenLogprob
 from treadle_core.prefix import PrefixKey
@@ -170,6 +171,18 @@ class Plan(Struct, frozen=True, kw_only=True):
     def prefills(self) -> tuple[Prefill, ...]:
         """The prefill chunks alone."""
         return tuple(item for item in self.work if isinstance(item, Prefill))
+
+    def split(self) -> "tuple[Plan, Plan]":
+        """What arranges rows before the first chunk, and all that runs the model."""
+        items = enumerate(self.work)
+        first = next((i for i, item in items if isinstance(item, Prefill)), len(self.work))
+        before = replace(self, work=self.work[:first], decodes=())
+        return before, replace(self, leaves=(), joins=(), work=self.work[first:])
+
+    @property
+    def restored(self) -> frozenset[Key]:
+        """Answers whose rows it restores."""
+        return frozenset(item.key for item in self.work if isinstance(item, Restore))
 
     @property
     def tickets(self) -> tuple[int, ...]:

@@ -193,6 +193,10 @@ def check_text(field: str, value: object) -> None:
     """Raise InvalidRequest unless ``value`` is a non-empty string."""
     if not isinstance(value, str) or not value:
         raise InvalidRequest(field, value, "a non-empty string")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(field, ascii(value), "text without lone surrogates") from None
 
 
 def check_bool(field: str, value: object) -> None:

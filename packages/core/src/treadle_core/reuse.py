@@ -1,11 +1,18 @@
 """When a row's state is looked up, and when it is stored: the scheduler's side of a prefix store."""
 
+import logging
+
 from treadle_core.plan import Save
 from treadle_core.ports import PrefixStore
 from treadle_core.prefix import Prefix, PrefixKey, StateLayout
+from treadle_core.request import Request
 from treadle_core.sequence import Sequence
 
 SAVE_STEP = 256
+LONGEST_RESTORE = 10.0
+MOST_LOOKUPS = 3
+
+logger = logging.getLogger("treadle")
 
 
 class Reuse:
@@ -29,33 +36,74 @@ class Reuse:
         self._has_state = layout.has_state
         self._interval = checkpoint_interval
 
-    def find(self, sequence: Sequence) -> Prefix:
+    def prefetch(self, request: Request, prompt: tuple[int, ...]) -> None:
+        """A request is waiting: a slower tier may begin to read."""
+        key = PrefixKey(tokens=prompt, salt=request.cache_salt or "")
+        try:
+            self._store.prefetch(key, len(prompt) - 1)
+        except Exception:
+            logger.exception("a prefix store failed to read ahead")
+
+    def find(self, sequence: Sequence, now: float) -> Prefix:
         """What is stored of a sequence that got a row; held until it is released."""
-        sequence.generation = self._store.generation
+        sequence.num_lookups += 1
         if sequence.cold:
             return Prefix(miss="refused")
         known = len(sequence.prompt) + len(sequence.output)
-        return self._store.find(_key(sequence, known), sequence.num_tokens - 1)
+        try:
+            sequence.generation = self._store.generation
+            found = self._store.find(_key(sequence, known), sequence.num_tokens - 1)
+        except Exception:
+            logger.exception("a prefix store failed to look up")
+            return Prefix(miss="damaged")
+        sequence.waits_until = now + LONGEST_RESTORE
+        return found
 
-    def poll(self, sequence: Sequence) -> Prefix | None:
-        """What became of the prefix that a sequence waits for; None while it is on its way."""
+    def is_looked_up_again(self, sequence: Sequence) -> bool:
+        """Whether to look again before a chunk: another may have computed the same since."""
+        return sequence.num_lookups < MOST_LOOKUPS and sequence.num_to_prefill > 0
+
+    def poll(self, sequence: Sequence, now: float) -> Prefix | None:
+        """What became of the prefix that a sequence waits for; None while it is on its way.
+
+        A tier that takes too long, a disk that hangs say, is given up.
+        """
         assert sequence.ticket is not None
-        prefix = self._store.poll(sequence.ticket)
-        if prefix is not None:
+        if now > sequence.waits_until:
+            self.forget(sequence)
+            sequence.num_lookups = MOST_LOOKUPS
+            return Prefix(miss="damaged")
+        try:
+            prefix = self._store.poll(sequence.ticket)
+            generation = self._store.generation
+        except Exception:
+            logger.exception("a prefix store failed while something was read")
             sequence.ticket = None
+            return Prefix(miss="damaged")
+        if prefix is None:
+            return None
+        sequence.ticket = None
+        if prefix.ticket is None:
+            # All of it is computed from now on, after a clear that came in between.
+            sequence.generation = generation
         return prefix
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence does not wait any more."""
         if sequence.ticket is not None:
-            self._store.release(sequence.ticket)
+            self.release(sequence.ticket)
             sequence.ticket = None
+
+    def release(self, ticket: int) -> None:
+        """What a ticket holds is in its row now, or not wanted."""
+        try:
+            self._store.release(ticket)
+        except Exception:
+            logger.exception("a prefix store failed to let go")
 
     def restored(self, sequence: Sequence, prefix: Prefix) -> None:
         """A row is about to hold ``prefix``."""
         sequence.num_computed = sequence.num_saved = prefix.num_tokens
-        if sequence.epoch == 0:
-            sequence.num_cached = min(prefix.num_tokens, len(sequence.prompt))
 
     def cut(self, sequence: Sequence, num: int) -> int:
         """How much of a chunk of ``num`` tokens to prefill, so that it ends where state is kept."""
@@ -73,6 +121,12 @@ class Reuse:
             return sequence.num_computed - sequence.num_saved >= SAVE_STEP
         at = sequence.num_computed
         return at % self._interval == 0 or at in sequence.request.boundaries
+
+    def is_long_unsaved(self, sequence: Sequence) -> bool:
+        """Whether a row that decodes should be stored before more piles up."""
+        known = len(sequence.prompt) + len(sequence.output)
+        new = min(sequence.num_computed, known) - sequence.num_saved
+        return not self._has_state and new >= SAVE_STEP
 
     def save(self, sequence: Sequence, place: tuple[int, int]) -> Save | None:
         """Store the row of a sequence; None if there is nothing new in it.

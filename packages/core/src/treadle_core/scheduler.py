@@ -7,6 +7,7 @@ What is found out late (an end token, a stop string) costs one row of one step, 
 
 import math
 from collections.abc import Iterable, Mapping
+from itertools import islice
 
 from msgspec import Struct
 
@@ -230,12 +231,14 @@ class Scheduler:
         preempted = self._make_room_to_decode(draft, now)
         drafts = self._fitting(drafts) if only is None else NO_DRAFTS
         self._make_room_to_draft(draft, drafts)
-        self._take_arrivals(draft)
+        self._save_long_answers(draft)
+        restored = self._take_arrivals(draft, now)
         prefilled = self._plan_prefill(draft, now, only, drafts, may_admit=not preempted)
         self._plan_decode(draft, drafts)
         plan = draft.freeze()
         if plan.has_work:
-            involved = dict.fromkeys([*prefilled, *(self._running[d.key] for d in plan.decodes)])
+            decoded = (self._running[decode.key] for decode in plan.decodes)
+            involved = dict.fromkeys([*restored, *prefilled, *decoded])
             self._planned[plan.number] = [(s, s.epoch) for s in involved]
         return plan
 
@@ -282,6 +285,9 @@ class Scheduler:
         for sequence, _ in involved:
             sequence.suspect = True
             sequence.cold = True
+        for key in failed.restored:
+            if key in self._running:
+                self._running[key].cold = True
         self._any_suspect = True
         self._layout.reset()
         self._rows.clear()
@@ -350,13 +356,28 @@ class Scheduler:
             save = self._reuse.save(sequence, self._layout.place(sequence.key))
             draft.work += [save] if save is not None else []
 
-    def _take_arrivals(self, draft: Draft) -> None:
-        """Restore what has come from a slower tier; what has not come is computed."""
+    def _save_long_answers(self, draft: Draft) -> None:
+        """Store a long answer piece by piece, a row at a time: no step pays for all of it."""
+        if self._reuse is not None:
+            long = (s for s in self._running.values() if s.status is Status.DECODE)
+            due = (s for s in long if s.key in self._rows and self._reuse.is_long_unsaved(s))
+            for sequence in islice(due, 1):
+                self._save(draft, sequence)
+
+    def _take_arrivals(self, draft: Draft, now: float) -> list[Sequence]:
+        """Restore what has come from a slower tier; what has not come is computed.
+
+        Returns:
+            Whose rows that concerns.
+        """
+        restored: list[Sequence] = []
         for sequence in self._running.values():
             if self._reuse is not None and sequence.ticket is not None:
-                prefix = self._reuse.poll(sequence)
+                prefix = self._reuse.poll(sequence, now)
                 if prefix is not None:
                     self._restore(draft, sequence, prefix)
+                    restored.append(sequence)
+        return restored
 
     def _restore(self, draft: Draft, sequence: Sequence, prefix: Prefix) -> None:
         assert self._reuse is not None
@@ -459,6 +480,8 @@ class Scheduler:
             if sequence is None:
                 break
             served.append(sequence)
+            if self._looks_again(draft, sequence, now):
+                continue
             num = self._prefill(draft, sequence, left, room - 1)
             left -= num + self._chunk.overhead
             room -= num + 1
@@ -488,7 +511,7 @@ class Scheduler:
         shortest = min(open_, key=lambda s: self._haste(s, now), default=None)
         while head is not None and head.status is Status.WAITING:
             if shortest is None or self._haste(head, now) < self._haste(shortest, now):
-                admitted = self._admit(draft, head)
+                admitted = self._admit(draft, head, now)
                 if admitted is None or admitted.ticket is None:
                     return admitted or shortest
                 # Its state is on the way; whoever is behind it need not wait for that.
@@ -497,7 +520,7 @@ class Scheduler:
             # A long one only gets its row, and only so that a shorter one behind it is not stuck.
             mine = self._haste(shortest, now)
             stuck = any(self._haste(s, now) < mine for s in self._waiting)
-            if only is not None or not stuck or self._admit(draft, head) is None:
+            if only is not None or not stuck or self._admit(draft, head, now) is None:
                 break
             head = self._waiting.peek(now)
         return shortest
@@ -510,7 +533,7 @@ class Scheduler:
         urgency, order = self._waiting.rank(sequence, now)
         return urgency, sequence.num_to_prefill, order
 
-    def _admit(self, draft: Draft, sequence: Sequence) -> Sequence | None:
+    def _admit(self, draft: Draft, sequence: Sequence, now: float) -> Sequence | None:
         """Give the next sequence a row, if there is one for it."""
         if len(self._running) >= self._limits.max_num_seqs:
             return None
@@ -528,8 +551,20 @@ class Scheduler:
         self._running[sequence.key] = sequence
         self._rows[sequence.key] = sequence
         if self._reuse is not None:
-            self._restore(draft, sequence, self._reuse.find(sequence))
+            self._restore(draft, sequence, self._reuse.find(sequence, now))
         return sequence
+
+    def _looks_again(self, draft: Draft, sequence: Sequence, now: float) -> bool:
+        """Look a prompt up again before one of its first chunks; whether that is on its way."""
+        just_admitted = any(setup.key == sequence.key for setup in draft.joins)
+        if self._reuse is None or just_admitted or not self._reuse.is_looked_up_again(sequence):
+            return False
+        found = self._reuse.find(sequence, now)
+        if found.num_tokens > sequence.num_computed:
+            self._restore(draft, sequence, found)
+        elif found.ticket is not None:
+            self._reuse.release(found.ticket)
+        return sequence.ticket is not None
 
     def _prefill(self, draft: Draft, sequence: Sequence, most: int, room: int) -> int:
         """Plan about ``most`` prompt tokens; the row decodes in this step if that was the rest."""
@@ -546,12 +581,14 @@ class Scheduler:
             draft.work.append(
                 Prefill(key=sequence.key, group=group, row=row, tokens=tokens, start=start)
             )
+            sequence.computes(start, start + num)
             sequence.num_computed += num
             if self._reuse is not None and self._reuse.is_due(sequence):
                 self._save(draft, sequence)
         # The forward of another group would come on top of the chunk: that is for the next step.
         if sequence.num_to_prefill == 0 and not (num and self._needs_its_own_forward(sequence)):
             draft.work.append(self._layout.promote(sequence.key, self._written))
+            sequence.computes(sequence.num_computed, sequence.num_computed + 1)
             sequence.move_to(Status.DECODE)
         return num
 

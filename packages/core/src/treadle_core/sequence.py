@@ -44,11 +44,13 @@ class Sequence:
         output: Generated token ids that the host has read.
         deadline: When it fails, in the clock's seconds.
         suspect: A step that it was part of failed; it has to run alone once.
-        num_cached: Prompt tokens whose prefill was skipped when it was first admitted.
+        computed: Stretches of its prompt that were computed for it, disjoint and in order.
         num_saved: Tokens of its row that were handed to the prefix store, or came from there.
         generation: The prefix store's, when computing what the row holds began.
         ticket: What it waits for, from a slower tier of the prefix store.
         cold: Reuse nothing for it: a step that restored something failed.
+        num_lookups: How often its prompt was looked up since it got its row.
+        waits_until: When it stops waiting for ``ticket``, in the clock's seconds.
     """
 
     request: Request
@@ -68,11 +70,13 @@ class Sequence:
     suspect: bool = False
     constraint: Any = None
     epoch: int = 0
-    num_cached: int = 0
+    computed: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     num_saved: int = 0
     generation: int = 0
     ticket: int | None = None
     cold: bool = False
+    num_lookups: int = 0
+    waits_until: float = 0.0
 
     @property
     def key(self) -> Key:
@@ -124,6 +128,25 @@ class Sequence:
         self.output.append(token)
         self.suspect = False
 
+    @property
+    def num_cached(self) -> int:
+        """Prompt tokens that were never computed for it; 0 before any was."""
+        covered = sum(stop - start for start, stop in self.computed)
+        return len(self.prompt) - covered if covered else 0
+
+    def computes(self, start: int, stop: int) -> None:
+        """Tokens ``[start, stop)`` are computed, perhaps not for the first time."""
+        stop = min(stop, len(self.prompt))
+        if start >= stop:
+            return
+        apart: list[tuple[int, int]] = []
+        for begin, end in self.computed:
+            if end < start or begin > stop:
+                apart.append((begin, end))
+            else:
+                start, stop = min(start, begin), max(stop, end)
+        self.computed = sorted([*apart, (start, stop)])
+
     def move_to(self, status: Status) -> None:
         """Change state, along the table only."""
         assert status in TRANSITIONS[self.status], f"{self.key}: {self.status} -> {status}"
@@ -135,4 +158,5 @@ class Sequence:
         self.num_computed = 0
         self.num_in_flight = 0
         self.num_saved = 0
+        self.num_lookups = 0
         self.epoch += 1

@@ -1,5 +1,8 @@
 """A model's identity, from what it computes with and not from its name."""
 
+import json
+from collections.abc import Mapping
+from dataclasses import is_dataclass
 from hashlib import blake2b
 from typing import Any, cast
 
@@ -13,22 +16,35 @@ MULTIPLIER = 2654435761
 PIECE = 2**22
 
 
-def fingerprint(model: nn.Module) -> str:
-    """Digest of the model's class, its hyperparameters, and every bit of its weights.
+def fingerprint(model: nn.Module, config: Mapping[str, Any] | None = None) -> str:
+    """Digest of a checkpoint's config, its modules' settings, and every bit of its weights.
+
+    Keys of stored state are token ids, so the tokenizer has no part in it.
 
     Each weight counts with two sums modulo 2**32 over all of its 32-bit words, one of them
     weighted by position: that notices any accidental difference at the speed of memory, where a
     cryptographic hash of many gigabytes would delay the start by half a minute.
     """
     digest = blake2b(digest_size=32, person=b"treadle.model.1")
-    kind = type(model)
-    digest.update(f"{kind.__module__}.{kind.__qualname__}".encode())
-    digest.update(repr(getattr(model, "args", None)).encode())
+    digest.update(json.dumps(config or {}, sort_keys=True, default=repr).encode())
+    for name, module in sorted(model.named_modules(), key=lambda item: item[0]):
+        digest.update(f"{name} {_settings(module)};".encode())
     weights = cast(list[tuple[str, Any]], tree_flatten(model.parameters()))
     for name, weight in sorted(weights, key=lambda item: item[0]):
         if isinstance(weight, mx.array):
             digest.update(f"{name} {weight.dtype} {weight.shape} {_sums(weight)};".encode())
     return digest.hexdigest()
+
+
+def _settings(module: nn.Module) -> str:
+    """A module's class, and its numbers and words: a LoRA scale, the base of a rotation."""
+    kind, values = type(module), vars(module)
+    plain = {
+        name: value
+        for name, value in values.items()
+        if name[0] != "_" and (isinstance(value, bool | int | float | str) or is_dataclass(value))
+    }
+    return f"{kind.__module__}.{kind.__qualname__} {sorted(plain.items())!r}"
 
 
 def _sums(weight: mx.array) -> list[int]:

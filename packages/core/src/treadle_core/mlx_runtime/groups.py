@@ -7,7 +7,14 @@ import mlx.core as mx
 
 from treadle_core.layers import Composite, FullAttention, LayerSpec, flatten
 from treadle_core.mlx_runtime.adapter import TextModel, cache_arrays
-from treadle_core.mlx_runtime.host import pack_caches, to_device, to_host, unpack_caches
+from treadle_core.mlx_runtime.host import (
+    check_state,
+    check_tokens,
+    pack_caches,
+    to_device,
+    to_host,
+    unpack_caches,
+)
 from treadle_core.mlx_runtime.masks import Positions
 from treadle_core.mlx_runtime.stores import (
     AttentionStore,
@@ -247,16 +254,26 @@ class SlotReader:
         return sum(array.nbytes for array in self._read_state())
 
     def tokens(self, start: int, stop: int) -> list[HostArray]:
-        """Copies of tokens ``[start, stop)`` of the layers that can be cut."""
+        """Copies of tokens ``[start, stop)`` of the layers that can be cut.
+
+        Raises:
+            ValueError: They are not finite.
+        """
         read = [store.read_tokens(self._row, start, stop) for store in self._cuttable]
         arrays = [array for part in read for array in part]
         mx.eval(arrays)
+        check_tokens(arrays)
         return [to_host(array)[0] for array in arrays]
 
     def state(self) -> list[HostArray]:
-        """Copies of what the other layers keep."""
+        """Copies of what the other layers keep.
+
+        Raises:
+            ValueError: Some of it is not a number.
+        """
         arrays = self._read_state()
         mx.eval(arrays)
+        check_state(arrays)
         return [to_host(array) for array in arrays]
 
     def _read_state(self) -> Payload:

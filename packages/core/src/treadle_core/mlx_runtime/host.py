@@ -21,11 +21,34 @@ def to_device(array: HostArray) -> mx.array:
     return copy.view(mx.bfloat16) if copy.dtype == mx.uint16 else copy
 
 
+def check_tokens(arrays: Sequence[mx.array]) -> None:
+    """Refuse keys and values that are not finite: nobody should go on from them.
+
+    Raises:
+        ValueError: Some are not.
+    """
+    floats = [array for array in arrays if mx.issubdtype(array.dtype, mx.floating)]
+    if not mx.all(mx.stack([mx.all(mx.isfinite(a)) for a in floats] or [mx.array(True)])).item():
+        raise ValueError("keys or values of a row are not finite")
+
+
+def check_state(arrays: Sequence[mx.array]) -> None:
+    """Refuse state that is not a number; infinite values may be a model's own.
+
+    Raises:
+        ValueError: Some is not.
+    """
+    floats = [array for array in arrays if mx.issubdtype(array.dtype, mx.floating)]
+    if mx.any(mx.stack([mx.any(mx.isnan(a)) for a in floats] or [mx.array(False)])).item():
+        raise ValueError("the state of a row is not a number")
+
+
 def pack_caches(caches: Sequence[Any]) -> list[HostArray]:
     """All that a model's own caches hold: a description of their states, then the arrays in it."""
     arrays: list[mx.array] = []
     tree = [_without_arrays(cache.state, arrays) for cache in caches]
     mx.eval(arrays)
+    check_state(arrays)
     description = np.frombuffer(msgspec.msgpack.encode(tree), dtype=np.uint8)
     return [description, *(np.array(to_host(array)) for array in arrays)]
 

@@ -26,7 +26,12 @@ from treadle_core.layers import (
 )
 from treadle_core.mlx_runtime.adapter import TextModel, inspect
 from treadle_core.mlx_runtime.gguf import find_demo_model, load_gguf
-from treadle_core.mlx_runtime.probe import check_batching, check_drafts, check_quantising
+from treadle_core.mlx_runtime.probe import (
+    check_batching,
+    check_drafts,
+    check_quantising,
+    check_storing,
+)
 from treadle_core.mlx_runtime.runner import ModelRunner
 from treadle_core.mlx_runtime.tokenizer import ModelTokenizer, token_ids
 
@@ -146,7 +151,7 @@ def make_runner(
     if kv_bits is not None:
         spec = quantised(spec, kv_bits, kv_group_size)
         check_quantising(text, spec)
-    return ModelRunner(text, spec, slack=slack)
+    return ModelRunner(text, check_storing(text, spec), slack=slack, config=config)
 
 
 def widest_forward(config: dict[str, Any]) -> int:

@@ -53,6 +53,10 @@ def open_engine(
         loaded = load(options or ModelOptions(), max_draft_tokens=longest)
         if loaded.runner.spec.note:
             logger.warning("%s: %s", loaded.name, loaded.runner.spec.note)
+        if store is not None and not loaded.runner.spec.storable:
+            logger.warning("%s: no prompt is reused", loaded.name)
+            store.close()
+            store = None
         if config.kv_memory_bytes is None:
             config = replace(config, kv_memory_bytes=kv_budget(memory_utilization))
         engine = Engine(

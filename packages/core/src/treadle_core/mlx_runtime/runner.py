@@ -1,7 +1,9 @@
 """Runs plans: the only place where the model, the live KV and the sampler meet."""
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -26,6 +28,8 @@ from treadle_core.plan import (
     Transfer,
 )
 from treadle_core.ports import PendingStep, PrefixStore
+
+logger = logging.getLogger("treadle")
 
 CLEAR_EVERY_STEPS = 256
 CLEAR_AFTER_TOKENS = 512
@@ -101,10 +105,17 @@ class ModelRunner:
         spec: What it is; ``spec.batched`` decides between slots and rows of their own.
         slack: Longest draft that it verifies, and so the tokens that a ring holds beyond its window.
         width_step: Granularity of attention width; None chooses by device.
+        config: The checkpoint's config, as far as it decides what is computed.
     """
 
     def __init__(
-        self, model: TextModel, spec: ModelSpec, *, slack: int = 0, width_step: int | None = None
+        self,
+        model: TextModel,
+        spec: ModelSpec,
+        *,
+        slack: int = 0,
+        width_step: int | None = None,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         self._model: TextModel | None = model
         self._spec = spec
@@ -117,6 +128,7 @@ class ModelRunner:
         self._stopwatch = Stopwatch()
         self._num_steps = 0
         self._prefixes: PrefixStore | None = None
+        self._config = dict(config or {})
 
     @property
     def spec(self) -> ModelSpec:
@@ -130,9 +142,9 @@ class ModelRunner:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the model's class and of every bit of its weights; computed when asked for."""
+        """Digest of config, class, settings and every bit of the weights; computed when asked."""
         assert self._model is not None, "the runner is closed"
-        return fingerprint(self._model.model)
+        return fingerprint(self._model.model, self._config)
 
     def use(self, store: PrefixStore) -> None:
         """Restore from, and save to, this store when a plan says so."""
@@ -232,8 +244,12 @@ class ModelRunner:
 
     def _save(self, save: Save) -> None:
         assert self._prefixes is not None, "a row to store without a store"
-        row = self._groups[save.group].reader(save.row, len(save.prefix.tokens))
-        self._prefixes.insert(save.prefix, row, save.generation)
+        try:
+            row = self._groups[save.group].reader(save.row, len(save.prefix.tokens))
+            self._prefixes.insert(save.prefix, row, save.generation)
+        except Exception:
+            # Nobody must suffer from what is kept for later.
+            logger.exception("the state of %s could not be stored", save.key)
 
     def _prefill(self, prefill: Prefill) -> float:
         """Write a chunk, and wait for it: its speed decides how long the next one may be.
