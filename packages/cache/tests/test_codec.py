@@ -8,7 +8,7 @@ import pytest
 
 from treadle_cache.codec import Quantizer
 from treadle_cache.config import CacheConfig
-from treadle_cache.index import BLOCK_METADATA_BYTES
+from treadle_cache.index import block_metadata_bytes
 from treadle_cache.ram import RamStore
 from treadle_cache.testing import FakeSlowTier, TokenRow, layout_of
 from treadle_cache.tiered import TieredStore
@@ -78,7 +78,7 @@ def test_quantised_blocks_are_smaller() -> None:
     for store in (exact, small):
         store.attach("weights", layout)
         store.insert(key(8), TokenRow(key(8), layout), 0)
-        sizes.append(store.stats().used_bytes - 2 * BLOCK_METADATA_BYTES)
+        sizes.append(store.stats().used_bytes - 2 * block_metadata_bytes(SIZE))
     # A group of 32 floats: 128 bytes, or 16 and a scale and a bias.
     assert sizes[1] * 128 == sizes[0] * 24
 
@@ -102,8 +102,8 @@ def test_short_states_are_kept_as_they_are_whoever_shares_them() -> None:
 
 def test_the_budget_knows_both_sizes_of_block() -> None:
     layout = layout_of("float32", dim=64)
-    head = SIZE * layout.token_bytes + BLOCK_METADATA_BYTES
-    body = SIZE * layout.token_bytes * 40 // 128 + BLOCK_METADATA_BYTES
+    head = SIZE * layout.token_bytes + block_metadata_bytes(SIZE)
+    body = SIZE * layout.token_bytes * 40 // 128 + block_metadata_bytes(SIZE)
     store = quantized(min_tokens=5, capacity=2 * head + 3 * body)
     store.attach("weights", layout)
     store.insert(key(6 * SIZE), TokenRow(key(6 * SIZE), layout), 0)

@@ -7,7 +7,6 @@ import pytest
 
 from treadle_cache.digests import Chain, MediaSpan, Namespace
 from treadle_cache.index import (
-    BLOCK_METADATA_BYTES,
     CHECKPOINT_METADATA_BYTES,
     EvictedBlock,
     EvictedCheckpoint,
@@ -16,11 +15,12 @@ from treadle_cache.index import (
     MissReason,
     NewBlock,
     PrefixIndex,
+    block_metadata_bytes,
 )
 
 ROOT = Namespace(fingerprint="weights", kv_format="float32").root
 SIZE = 4
-BLOCK = 100 + BLOCK_METADATA_BYTES
+BLOCK = 100 + block_metadata_bytes(SIZE)
 CHECKPOINT = 50 + CHECKPOINT_METADATA_BYTES
 
 
@@ -133,13 +133,13 @@ def test_a_match_is_the_longest_over_all_branches() -> None:
     assert match.num_tokens == 12
 
 
-def test_a_prompt_that_diverges_matches_up_to_the_block_of_the_first_other_token() -> None:
+def test_a_prompt_that_diverges_matches_up_to_the_first_other_token() -> None:
     index = blocks_only(8)
     insert(index, "aaaabbbbcccc")
 
     match = lookup(index, "aaaabbbXcccc")
 
-    assert (match.num_tokens, match.slots) == (4, (0,))
+    assert (match.num_tokens, match.slots) == (7, (0, 1))
 
 
 def test_a_block_never_matches_after_other_blocks() -> None:
@@ -151,13 +151,15 @@ def test_a_block_never_matches_after_other_blocks() -> None:
     assert lookup(index, "bbbbx").num_tokens == 0
 
 
-@pytest.mark.parametrize(("length", "matched"), [(15, 12), (16, 12), (17, 16)])
-def test_all_but_the_last_token_match_in_whole_blocks(length: int, matched: int) -> None:
+@pytest.mark.parametrize(("length", "matched"), [(15, 12), (16, 15), (17, 16)])
+def test_all_but_the_last_token_match_of_the_blocks_that_are_there(
+    length: int, matched: int
+) -> None:
     index = blocks_only(8)
     prompt = "abcdefghijklmnopqrst"[:length]
     insert(index, prompt)
 
-    assert lookup(index, prompt).num_tokens == matched == (length - 1) // SIZE * SIZE
+    assert lookup(index, prompt).num_tokens == matched
 
 
 def test_a_limit_beyond_the_prompt_is_its_length() -> None:
@@ -383,7 +385,7 @@ def test_a_hit_refreshes_so_that_the_shared_system_prompt_survives_one_off_promp
     index = blocks_only(6)
     insert(index, "systprom")
     for number in range(18):
-        one_off = f"systprom{number:04}x"
+        one_off = f"systprom{chr(ord('a') + number)}000x"
 
         assert lookup(index, one_off).num_tokens == 8
         insert(index, one_off)
@@ -646,8 +648,27 @@ def test_metadata_stays_below_its_estimate(length: int) -> None:
     tracemalloc.stop()
 
     stats = index.stats
-    assert after_blocks - before < stats.num_blocks * BLOCK_METADATA_BYTES
+    assert after_blocks - before < stats.num_blocks * block_metadata_bytes(SIZE)
     assert after_checkpoints - after_blocks < stats.num_checkpoints * CHECKPOINT_METADATA_BYTES
+
+
+@pytest.mark.parametrize("size", [1, 32])
+@pytest.mark.parametrize("length", [1, 2, 300])
+@pytest.mark.parametrize("num_blocks", [342, 1_200, 2_731])
+def test_metadata_of_blocks_with_tokens_stays_below_its_estimate(
+    size: int, length: int, num_blocks: int
+) -> None:
+    index = PrefixIndex(block_size=size, block_bytes=0, capacity=2**40, needs_checkpoints=False)
+    prompts = [[number, *range(length * size - 1)] for number in range(num_blocks // length)]
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+
+    for prompt in prompts:
+        index.insert(Chain(ROOT, prompt, size), length * size, generation=0)
+    after = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+
+    assert after - before < index.stats.num_blocks * block_metadata_bytes(size)
 
 
 def test_hits_without_evictions_do_not_make_the_queue_grow() -> None:
@@ -964,7 +985,7 @@ def test_blocks_at_the_head_of_a_chain_have_their_own_size() -> None:
     index = PrefixIndex(
         block_size=SIZE,
         block_bytes=100,
-        capacity=2 * (1000 + BLOCK_METADATA_BYTES) + 2 * BLOCK,
+        capacity=2 * (1000 + block_metadata_bytes(SIZE)) + 2 * BLOCK,
         needs_checkpoints=False,
         head_blocks=2,
         head_block_bytes=1000,

@@ -10,18 +10,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from treadle_cache.digests import Chain, Namespace
 from treadle_cache.index import (
-    BLOCK_METADATA_BYTES,
     CHECKPOINT_METADATA_BYTES,
+    MIN_LONE_TOKENS,
     Evicted,
     EvictedBlock,
     Insertion,
     Match,
     PrefixIndex,
+    block_metadata_bytes,
 )
 
-SIZE = 2
+SIZE = 3
 BLOCK_BYTES = 1_000
-BLOCK = BLOCK_BYTES + BLOCK_METADATA_BYTES
+BLOCK = BLOCK_BYTES + block_metadata_bytes(SIZE)
 ROOTS = tuple(
     Namespace(fingerprint="weights", kv_format="float32", salt=salt).root for salt in ("", "tenant")
 )
@@ -36,6 +37,12 @@ prefixes = st.tuples(
 
 def num_tokens(prefix: Prefix) -> int:
     return len(prefix) - 1
+
+
+def common(one: Prefix, other: Prefix) -> int:
+    """Tokens that both begin with; -1 in different namespaces."""
+    pairs = zip(one, other, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other))) - 1
 
 
 def full_blocks(prefix: Prefix) -> list[Prefix]:
@@ -90,20 +97,25 @@ class Naive:
     def pinned_bytes(self) -> int:
         return sum(entry.cost for entry in self.entries if entry.pins)
 
-    def longest(self, prefix: Prefix, limit: int) -> tuple[list[Prefix], Prefix | None]:
-        """The longest usable match over everything that is there."""
-        present = [
-            key for key in full_blocks(prefix) if key in self.blocks and num_tokens(key) <= limit
-        ]
+    def longest(self, prefix: Prefix, limit: int) -> tuple[list[Prefix], Prefix | None, int]:
+        """The longest usable match over everything that is there, token by token.
+
+        Returns:
+            Its full blocks, its checkpoint, and the number of its tokens.
+        """
         if not self.needs_checkpoints:
-            return present, None
+            wanted = prefix[: max(0, limit) + 1]
+            most = max((common(key, wanted) for key in self.blocks), default=0)
+            if most < min(SIZE, MIN_LONE_TOKENS):
+                return [], None, 0
+            return full_blocks(prefix[: most + 1]), None, most
         ends = [
             key
             for key in self.checkpoints
             if key == prefix[: len(key)] and num_tokens(key) <= limit
         ]
         end = max(ends, key=len, default=None)
-        return (full_blocks(end) if end else []), end
+        return (full_blocks(end) if end else []), end, (num_tokens(end) if end else 0)
 
     def touch(self, blocks: list[Prefix], checkpoint: Prefix | None = None) -> None:
         self.tick += 1
@@ -265,12 +277,16 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(prefix=prefixes, limit=st.integers(-1, 10))
     def lookup(self, prefix: Prefix, limit: int) -> None:
         naive = self.naive
-        blocks, end = naive.longest(prefix, limit)
-        longest = num_tokens(end) if end else len(blocks) * SIZE
+        blocks, end, longest = naive.longest(prefix, limit)
+        its = self.known(prefix)
+        assert self.index.peek(its, limit=limit) == longest
 
-        match = self.index.lookup(self.known(prefix), limit=limit)
+        match = self.index.lookup(its, limit=limit)
 
         assert match.num_tokens == longest
+        if not end and longest % SIZE:
+            event("a hit that ends inside a block")
+            blocks.append(self.cut_block(prefix, match))
         assert match.slots == tuple(naive.blocks[key].number for key in blocks)
         assert match.checkpoint == (naive.checkpoints[end].number if end else None)
         assert (match.miss is None) == bool(blocks or end)
@@ -281,6 +297,17 @@ class IndexMachine(RuleBasedStateMachine):
             naive.touch(blocks, end)
         held = [naive.blocks[key] for key in blocks]
         self.matches.append((match, held, naive.checkpoints[end] if end else None))
+
+    def cut_block(self, prefix: Prefix, match: Match) -> Prefix:
+        """The last block of a match; of several that serve as well, any may be taken."""
+        length = match.num_tokens // SIZE * SIZE + SIZE
+        alike = [
+            key
+            for key in self.naive.blocks
+            if num_tokens(key) == length and common(key, prefix) >= match.num_tokens
+        ]
+        (taken,) = [key for key in alike if self.naive.blocks[key].number == match.slots[-1]]
+        return taken
 
     @precondition(lambda self: self.matches)
     @rule(data=st.data())

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from treadle_cache.config import CacheConfig
-from treadle_cache.index import BLOCK_METADATA_BYTES, CHECKPOINT_METADATA_BYTES
+from treadle_cache.index import CHECKPOINT_METADATA_BYTES, block_metadata_bytes
 from treadle_cache.ram import RamStore
 from treadle_cache.testing import TokenRow, layout_of
 from treadle_core.prefix import HostArray, MediaSpan, PrefixKey, StateLayout
@@ -199,7 +199,7 @@ def test_a_ticket_is_released_once() -> None:
 
 
 def test_an_entry_larger_than_the_budget_evicts_nothing() -> None:
-    block = 2 * SIZE * 4 * 4 + BLOCK_METADATA_BYTES
+    block = 2 * SIZE * 4 * 4 + block_metadata_bytes(SIZE)
     store = store_for(PLAIN, 2 * block)
     insert(store, key("abcdefgh"), PLAIN)
     insert(store, key("ABCDEFGHIJKL"), PLAIN)
@@ -209,7 +209,7 @@ def test_an_entry_larger_than_the_budget_evicts_nothing() -> None:
 
 
 def test_the_least_recently_used_goes_and_its_memory_with_it() -> None:
-    block = 2 * SIZE * 4 * 4 + BLOCK_METADATA_BYTES
+    block = 2 * SIZE * 4 * 4 + block_metadata_bytes(SIZE)
     store = store_for(PLAIN, 2 * block)
     for text in ("aaaa", "bbbb", "cccc"):
         insert(store, key(text), PLAIN)
@@ -288,7 +288,7 @@ def test_a_checkpoint_pays_for_its_bookkeeping() -> None:
 def test_memory_goes_back_when_entries_go() -> None:
     layout = layout_of("float32", heads=4, dim=64)
     block = SIZE * layout.token_bytes
-    store = store_for(layout, 8 * (block + BLOCK_METADATA_BYTES))
+    store = store_for(layout, 8 * (block + block_metadata_bytes(SIZE)))
     store.insert(key("abcd"), TokenRow(key("abcd"), layout), 0)
     tracemalloc.start()
     try:
@@ -300,7 +300,7 @@ def test_memory_goes_back_when_entries_go() -> None:
         empty, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert 7 * block < full < 8 * (block + BLOCK_METADATA_BYTES) + 16_384
+    assert 7 * block < full < 8 * (block + block_metadata_bytes(SIZE)) + 16_384
     assert full - empty > 7 * block
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from treadle_cache.config import CacheConfig
-from treadle_cache.index import BLOCK_METADATA_BYTES
+from treadle_cache.index import block_metadata_bytes
 from treadle_cache.ram import RamStore
 from treadle_cache.saved import MAGIC, ArrayShape
 from treadle_cache.testing import TokenRow, layout_of
@@ -14,7 +14,7 @@ from treadle_core.prefix import PrefixKey, StateLayout
 PLAIN = layout_of("bfloat16", "float32")
 HYBRID = layout_of("float16", has_state=True)
 SIZE = 4
-BLOCK = SIZE * PLAIN.token_bytes + BLOCK_METADATA_BYTES
+BLOCK = SIZE * PLAIN.token_bytes + block_metadata_bytes(SIZE)
 
 
 def store_for(

@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from treadle_cache.config import CacheConfig
+from treadle_cache.index import MIN_LONE_TOKENS
 from treadle_cache.ram import RamStore
 from treadle_cache.storage import HeldRow
 from treadle_cache.testing import FakeSlowTier, TokenRow, layout_of
 from treadle_cache.tiered import TieredStore
 from treadle_core.prefix import HostArray, Prefix, PrefixKey, StateLayout
 
-SIZE = 2
+SIZE = 3
+FEWEST = min(SIZE, MIN_LONE_TOKENS)
 LAYOUTS = (
     layout_of("bfloat16", "float16", "float32"),
     layout_of("float32"),
@@ -61,7 +63,10 @@ class WatchedRow(TokenRow):
 
 @dataclass
 class Known:
-    """What was stored: pairs of a salt and all tokens up to some point."""
+    """What was stored: pairs of a salt and all tokens up to some point.
+
+    Where layers can be cut, that is any point of a full block.
+    """
 
     prefixes: set[tuple[str, tuple[int, ...]]] = field(
         default_factory=set[tuple[str, tuple[int, ...]]]
@@ -69,7 +74,7 @@ class Known:
 
     def add(self, key: PrefixKey, layout: StateLayout) -> None:
         end = len(key.tokens)
-        ends = [end] if layout.has_state else range(SIZE, end + 1, SIZE)
+        ends = [end] if layout.has_state else range(FEWEST, end - end % SIZE + 1)
         self.prefixes |= {(key.salt, key.tokens[:n]) for n in ends}
 
     def longest(self, key: PrefixKey, limit: int) -> int:
@@ -101,12 +106,15 @@ class Machine(RuleBasedStateMachine):
         self.known = Known()
         self.held: dict[int, PrefixKey] = {}
         self.contents: dict[bytes, bytes] = {}
+        self.names: dict[bytes, PrefixKey] = {}
         self.generations = [0]
 
     def keep(self, key: PrefixKey) -> None:
         row = WatchedRow(key, self.layout, self.ram)
         self.store.insert(key, row, self.store.generation)
         self.known.add(key, self.layout)
+        for number, digest in enumerate(self.ram.chain(key).digests, 1):
+            self.names[digest] = cut(key, number * SIZE)
 
     def check(self, ticket: int) -> None:
         """What a ticket holds is what computing exactly its tokens gives."""
@@ -181,12 +189,14 @@ class RamMachine(Machine):
         """The longest usable match, by trying every length on what is there."""
         there = {entry.digest for entry in self.store._index.entries()}
         chain = self.store.chain(key)
+        blocks = [self.names[digest] for digest in there & self.names.keys()]
         for num_tokens in range(min(limit, len(key.tokens)), 0, -1):
             if self.layout.has_state:
                 if chain.end(num_tokens) in there:
                     return num_tokens
-            elif num_tokens % SIZE == 0:
-                if set(chain.digests[: num_tokens // SIZE]) <= there:
+            elif num_tokens >= FEWEST:
+                wanted = cut(key, num_tokens)
+                if any(cut(block, num_tokens) == wanted for block in blocks):
                     return num_tokens
         return 0
 
@@ -214,7 +224,8 @@ class RamMachine(Machine):
         assert prefix.num_tokens in (0, self.known.longest(key, best))
         if self.lossless:
             assert prefix.num_tokens == self.known.longest(key, limit)
-        event("hit" if best else f"miss: {prefix.miss}")
+        inside = not self.layout.has_state and best % SIZE
+        event("hit inside a block" if inside else "hit" if best else f"miss: {prefix.miss}")
         assert (prefix.ticket is None) == (best == 0) == (prefix.miss is not None)
         if prefix.ticket is not None:
             self.held[prefix.ticket] = key
@@ -301,7 +312,9 @@ class TieredMachine(Machine):
         if prefix.ready:
             self.accept(key, prefix, max(low, ram), high)
         else:
-            assert prefix.num_tokens == high
+            # The slower tier has whole blocks.
+            high -= 0 if self.layout.has_state else high % SIZE
+            assert ram < prefix.num_tokens == high
             assert prefix.ticket is not None
             self.pending[prefix.ticket] = (key, ram, high, self.store.generation)
 

@@ -4,7 +4,7 @@ import pytest
 
 from treadle_cache.config import CacheConfig
 from treadle_cache.entries import Entry
-from treadle_cache.index import BLOCK_METADATA_BYTES
+from treadle_cache.index import block_metadata_bytes
 from treadle_cache.ram import RamStore
 from treadle_cache.testing import FakeSlowTier, TokenRow, layout_of
 from treadle_cache.tiered import TieredStore
@@ -13,7 +13,7 @@ from treadle_core.prefix import HostArray, Prefix, PrefixKey, StateLayout
 PLAIN = layout_of("float32")
 HYBRID = layout_of("bfloat16", has_state=True)
 SIZE = 4
-BLOCK = 2 * SIZE * 4 * 4 + BLOCK_METADATA_BYTES
+BLOCK = 2 * SIZE * 4 * 4 + block_metadata_bytes(SIZE)
 ROOMY = 1 << 20
 
 

@@ -20,7 +20,8 @@ class CacheConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             ``memory_fraction``.
         memory_fraction: Share of the memory that would be free without the store. It is read
             again before every insertion, so that the store shrinks when others need memory.
-        block_size: Tokens per block: what prefixes share, and where they can be cut.
+        block_size: Tokens per block: what is stored and evicted as one, and what prompts share of
+            tiers below RAM.
         kv_storage_bits: Bits of a stored number, 4 or 8; None stores what is there, bit by bit.
         group_size: Numbers that share a scale, 32 or 64, where ``kv_storage_bits`` is set.
         min_quantize_tokens: Blocks that begin before this position are stored as they are, so

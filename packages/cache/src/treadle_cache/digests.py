@@ -67,7 +67,7 @@ class Chain:
         OverflowError: A token id is out of range.
     """
 
-    __slots__ = ("_block_size", "_data", "_digests", "_media", "_root")
+    __slots__ = ("_block_size", "_data", "_digests", "_media", "_media_blocks", "_root")
 
     def __init__(
         self, root: bytes, tokens: Iterable[int], block_size: int, media: Iterable[MediaSpan] = ()
@@ -77,6 +77,9 @@ class Chain:
         self._media = tuple(media)
         self._data = _encode(tokens)
         self._digests = _digest_blocks(root, self._data, block_size, self._media)
+        self._media_blocks = frozenset(
+            _media_of_blocks(self._media, block_size, len(self._digests))
+        )
 
     @property
     def root(self) -> bytes:
@@ -101,6 +104,19 @@ class Chain:
     def position(self, num_blocks: int) -> bytes:
         """Digest of the first ``num_blocks`` blocks; the root for none."""
         return self._digests[num_blocks - 1] if num_blocks else self._root
+
+    def block_tokens(self, number: int) -> bytes:
+        """The encoded tokens of a full block, from 0; empty if media overlap it."""
+        if number in self._media_blocks:
+            return b""
+        width = self._block_size * TOKEN_BYTES
+        return self._data[number * width : (number + 1) * width]
+
+    def tokens_until_media(self, start: int, stop: int) -> bytes:
+        """The encoded tokens from ``start`` up to ``stop`` or the first that stands for media."""
+        starts = (max(start, span.start) for span in self._media if span.end > start)
+        stop = min(stop, *starts, self.num_tokens)
+        return self._data[start * TOKEN_BYTES : stop * TOKEN_BYTES]
 
     def end(self, num_tokens: int) -> bytes:
         """Digest of the state after exactly ``num_tokens`` tokens.
@@ -129,6 +145,22 @@ def block_digests(
         OverflowError: A token id is below 0 or above 2**32 - 1.
     """
     return _digest_blocks(root, _encode(tokens), block_size, tuple(media))
+
+
+def encoded_block_digest(parent: bytes, tokens: bytes) -> bytes:
+    """Digest of a block that no media overlap, from its encoded tokens.
+
+    Raises:
+        ValueError: There are no tokens.
+    """
+    return _digest_blocks(parent, tokens, len(tokens) // TOKEN_BYTES, ())[0]
+
+
+def common_tokens(one: bytes, other: bytes) -> int:
+    """How many encoded tokens two sequences have in common at their start."""
+    pairs = zip(memoryview(one).cast("I"), memoryview(other).cast("I"), strict=False)
+    length = min(len(one), len(other)) // TOKEN_BYTES
+    return next((number for number, (a, b) in enumerate(pairs) if a != b), length)
 
 
 def tail_digest(

@@ -11,8 +11,17 @@ A block is the KV of ``block_size`` tokens in layers that can be cut anywhere. A
 else that goes on after ``num_tokens`` tokens: the state of windowed and recurrent layers, and what
 the other layers keep of the tokens after the last full block. A block is there only while its
 parent is, and a checkpoint only while the block it hangs on is.
+
+Where all layers can be cut, a match may end inside a block: what a block keeps of its first tokens
+is right for every prompt that has the same tokens up to there, whatever follows. So blocks remember
+their tokens, and those that hang on the same block are kept in the order of their tokens:
+
+    root <- block <- block        a prompt that goes on with a, b, x finds them between these two,
+                  <- a b c d      and has two tokens in common with the first
+                  <- a f g h
 """
 
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,14 +31,19 @@ from typing import Literal
 
 from msgspec import Struct
 
-from treadle_cache.digests import Chain
+from treadle_cache.digests import TOKEN_BYTES, Chain, common_tokens, encoded_block_digest
 from treadle_core.prefix import MissReason
 
-BLOCK_METADATA_BYTES = 512
-"""What this index holds for a block, in Python objects; a bound, measured in the tests."""
+BLOCK_METADATA_BYTES = 640
+"""What this index holds for a block besides its tokens, in Python objects; a bound, measured in the
+tests."""
 
 CHECKPOINT_METADATA_BYTES = 2048
 """What this index holds for a checkpoint, in Python objects; a bound, measured in the tests."""
+
+MIN_LONE_TOKENS = 8
+"""Fewest tokens of a match that has no full block. Most prompts begin alike for a few tokens, those
+of the chat template, and taking them from a store costs about as much as computing them."""
 
 Refusal = Literal["cleared", "no_room"]
 """Why an insertion was not, or not whole, carried out."""
@@ -40,7 +54,8 @@ class Match(Struct, frozen=True, kw_only=True):
 
     Attributes:
         num_tokens: Tokens it covers; 0 is a miss.
-        slots: Slots of its full blocks, in order.
+        slots: Slots of its blocks, in order. Where none needs a checkpoint, only the first tokens
+            of the last one may be covered.
         checkpoint: Number of the checkpoint at its end; None where none is needed.
         miss: Why it is empty, if it is.
         tip: Digest and serial number of its last block.
@@ -111,6 +126,7 @@ class Indexed(Struct, frozen=True, kw_only=True):
         checkpoint_bytes: Bytes of a checkpoint; None for a block.
         extends: Digest of the checkpoint that a checkpoint extends.
         reused: Whether a checkpoint is a prefix that others share.
+        tokens: Encoded tokens of a block; empty if media overlap it or matches end at checkpoints.
     """
 
     digest: bytes
@@ -120,6 +136,7 @@ class Indexed(Struct, frozen=True, kw_only=True):
     checkpoint_bytes: int | None = None
     extends: bytes | None = None
     reused: bool = False
+    tokens: bytes = b""
 
 
 class Insertion(Struct, frozen=True, kw_only=True):
@@ -177,7 +194,8 @@ class _Block:
     """A full block. ``used`` is never below a child's: who uses a child uses its parents.
 
     ``pins`` counts open pins on the block or on a later one of its chain, ``children`` and
-    ``checkpoints`` what hangs on it.
+    ``checkpoints`` what hangs on it. ``tokens`` are its own ones, encoded; empty where a match must
+    not end inside it.
     """
 
     digest: bytes
@@ -187,6 +205,7 @@ class _Block:
     slot: int
     serial: int
     used: int
+    tokens: bytes
     children: int = 0
     checkpoints: int = 0
     pins: int = 0
@@ -220,6 +239,19 @@ class _Checkpoint:
         return bool(self.later) and not self.reused
 
 
+@dataclass(slots=True, eq=False)
+class _Found:
+    """The longest usable prefix: its blocks, of which the last may be cut, and its end.
+
+    ``num_present`` is the number of full blocks that are there, usable or not.
+    """
+
+    path: list[_Block]
+    num_tokens: int
+    checkpoint: _Checkpoint | None
+    num_present: int
+
+
 _Entry = _Block | _Checkpoint
 _Rank = tuple[int, int, int]
 
@@ -241,8 +273,9 @@ class PrefixIndex:
 
     ``free + cached + pinned`` slots are all slots ever given out, and the bytes of all entries,
     this index's own included, never exceed the capacity. Lookups, insertions and pins take time in
-    proportion to the chain's blocks, and at most a digest per token where checkpoints lie inside
-    blocks; an eviction takes the logarithm of the number of entries.
+    proportion to the chain's blocks and media, and at most a digest per token where checkpoints lie
+    inside blocks; an eviction takes the logarithm of the number of entries. Only moving the
+    references to the blocks that hang on the same one grows with their number, by bytes.
 
     What goes first, when room is needed: checkpoints that another one extends, unless they were
     used again since; then the least recently used entry. A block goes after everything that hangs
@@ -278,15 +311,17 @@ class PrefixIndex:
                 f"{head_blocks} of {head_block_bytes} bytes before them"
             )
         self._block_size = block_size
-        self._block_cost = block_bytes + BLOCK_METADATA_BYTES
+        self._block_cost = block_bytes + block_metadata_bytes(block_size)
         self._head_blocks = head_blocks
-        self._head_cost = head_block_bytes + BLOCK_METADATA_BYTES
+        self._head_cost = head_block_bytes + block_metadata_bytes(block_size)
         self._capacity = capacity
         self._needs_checkpoints = needs_checkpoints
         self._blocks: dict[bytes, _Block] = {}
         self._checkpoints: dict[bytes, _Checkpoint] = {}
         # By the digest they hang on: how many checkpoints are how many tokens after it.
         self._tails: dict[bytes, dict[int, int]] = {}
+        # By the digest they hang on: blocks inside which a match may end, in order of their tokens.
+        self._siblings: dict[bytes, list[_Block]] = {}
         self._queue: list[tuple[_Rank, _Entry]] = []
         self._pins: dict[int, tuple[_Block | None, _Checkpoint | None]] = {}
         self._free_slots: list[int] = []
@@ -369,13 +404,13 @@ class PrefixIndex:
             ValueError: The chain has blocks of another size.
         """
         limit = min(limit, chain.num_tokens)
-        path, checkpoint, present = self._usable(chain, limit)
-        if checkpoint is None and not path:
-            return self._miss(limit, present)
-        if checkpoint is not None and checkpoint.later:
-            checkpoint.reused = True
-        self._touch(path, checkpoint)
-        return self._hit(path, checkpoint)
+        found = self._usable(chain, limit)
+        if not found.num_tokens and found.checkpoint is None:
+            return self._miss(limit, found.num_present)
+        if found.checkpoint is not None and found.checkpoint.later:
+            found.checkpoint.reused = True
+        self._touch(found.path, found.checkpoint)
+        return self._hit(found)
 
     def peek(self, chain: Chain, *, limit: int) -> int:
         """How many tokens :meth:`lookup` would match. Refreshes nothing, and counts nothing.
@@ -383,13 +418,10 @@ class PrefixIndex:
         Raises:
             ValueError: The chain has blocks of another size.
         """
-        path, checkpoint, _ = self._usable(chain, min(limit, chain.num_tokens))
-        if checkpoint is not None:
-            return checkpoint.num_tokens
-        return len(path) * self._block_size
+        return self._usable(chain, min(limit, chain.num_tokens)).num_tokens
 
     def reach(self, chain: Chain, num_blocks: int) -> Match:
-        """The first blocks of ``chain`` that are there, at most ``num_blocks``.
+        """The first blocks of ``chain`` that are there whole, at most ``num_blocks``.
 
         Whether a checkpoint ends them does not matter, nothing is refreshed and nothing counted.
         """
@@ -412,7 +444,7 @@ class PrefixIndex:
     def adopt(self, entry: Indexed, *, age: int) -> int | None:
         """Add an entry that another index has described, as far as there is room for it.
 
-        Nothing is evicted for it. Its tokens are not known here, so a block comes after its parent
+        Nothing is evicted for it. Its chain is not known here, so a block comes after its parent
         and a checkpoint after the block it hangs on and the checkpoint it extends.
 
         Args:
@@ -566,6 +598,7 @@ class PrefixIndex:
         self._blocks.clear()
         self._checkpoints.clear()
         self._tails.clear()
+        self._siblings.clear()
         self._queue.clear()
         for entry in (*checkpoints, *blocks):
             entry.findable = False
@@ -593,6 +626,7 @@ class PrefixIndex:
         assert self._num_pinned == len(pinned_blocks), "pinned blocks are miscounted"
         assert used <= self._capacity, "the capacity is exceeded"
         self._check_tree()
+        self._check_siblings()
         self._check_checkpoints()
         self._check_queue()
 
@@ -602,15 +636,46 @@ class PrefixIndex:
         if chain.block_size != self._block_size:
             raise ValueError(f"blocks of {chain.block_size} tokens, not {self._block_size}")
 
-    def _usable(self, chain: Chain, limit: int) -> tuple[list[_Block], _Checkpoint | None, int]:
-        """The longest match: its blocks, its checkpoint, and how many blocks there are at all."""
+    def _usable(self, chain: Chain, limit: int) -> _Found:
+        """The longest match within ``limit``."""
         self._check(chain)
         path = self._walk(chain, max(0, limit) // self._block_size)
-        present, checkpoint = len(path), None
+        present = len(path)
         if self._needs_checkpoints:
             checkpoint = next(self._ends(chain, path, limit), None)
-            del path[checkpoint.num_tokens // self._block_size if checkpoint else 0 :]
-        return path, checkpoint, present
+            num_tokens = checkpoint.num_tokens if checkpoint else 0
+            del path[num_tokens // self._block_size :]
+            return _Found(path, num_tokens, checkpoint, present)
+        block, more = self._most_alike(chain, present, limit)
+        if block is not None:
+            path.append(block)
+        return _Found(path, present * self._block_size + more, None, present)
+
+    def _most_alike(self, chain: Chain, num_blocks: int, limit: int) -> tuple[_Block | None, int]:
+        """The block that goes on after ``num_blocks`` as ``chain`` does for the most tokens.
+
+        Returns:
+            The block, and how many tokens; never all, or it would be a block of the chain.
+        """
+        start = num_blocks * self._block_size
+        siblings = self._siblings.get(chain.position(num_blocks), ())
+        stop = min(limit, start + self._block_size)
+        wanted = chain.tokens_until_media(start, max(start, stop))
+        # In any order by bytes, those that begin most alike are next to each other.
+        place = bisect_left(siblings, wanted, key=_tokens_of)
+        best, most = None, 0
+        for block in siblings[max(0, place - 1) : place + 1]:
+            length = common_tokens(block.tokens, wanted)
+            if length > most:
+                best, most = block, length
+        return (best, most) if start + most >= self._fewest_tokens else (None, 0)
+
+    @property
+    def _fewest_tokens(self) -> int:
+        """Length of the shortest match."""
+        return (
+            self._block_size if self._needs_checkpoints else min(self._block_size, MIN_LONE_TOKENS)
+        )
 
     def _walk(self, chain: Chain, num_blocks: int) -> list[_Block]:
         """The first blocks of ``chain`` that are there, at most ``num_blocks``."""
@@ -635,12 +700,12 @@ class PrefixIndex:
                     if checkpoint is not None:
                         yield checkpoint
 
-    def _hit(self, path: Sequence[_Block], checkpoint: _Checkpoint | None) -> Match:
-        num_tokens = checkpoint.num_tokens if checkpoint else path[-1].num_tokens
+    def _hit(self, found: _Found) -> Match:
+        path, checkpoint = found.path, found.checkpoint
         self._counters.hits += 1
-        self._counters.matched_tokens += num_tokens
+        self._counters.matched_tokens += found.num_tokens
         return Match(
-            num_tokens=num_tokens,
+            num_tokens=found.num_tokens,
             slots=tuple([block.slot for block in path]),
             checkpoint=checkpoint.serial if checkpoint else None,
             tip=(path[-1].digest, path[-1].serial) if path else None,
@@ -655,7 +720,7 @@ class PrefixIndex:
     def _miss_reason(self, limit: int, num_present: int) -> MissReason:
         if not self._blocks and not self._checkpoints:
             return "cleared" if self._cleared else "empty"
-        if limit < self._block_size:
+        if limit < self._fewest_tokens:
             return "too_short"
         return "no_checkpoint" if num_present else "no_block"
 
@@ -736,9 +801,12 @@ class PrefixIndex:
             if parent is not None:
                 parent.children += 1
             end = (len(path) + 1) * self._block_size
+            tokens = b"" if self._needs_checkpoints else chain.block_tokens(len(path))
             serial = self._next_serial()
-            block = _Block(digest, above, parent, end, self._take_slot(), serial, self._tick)
+            slot = self._take_slot()
+            block = _Block(digest, above, parent, end, slot, serial, self._tick, tokens)
             self._blocks[digest] = block
+            self._add_sibling(block)
             self._used_bytes += self._cost_of(block)
             path.append(block)
             new.append(NewBlock(digest, block.slot, end))
@@ -748,6 +816,17 @@ class PrefixIndex:
             self._counters.inserted_blocks += len(new)
             self._enqueue(path[-1])
         return tuple(new)
+
+    def _add_sibling(self, block: _Block) -> None:
+        if block.tokens:
+            insort(self._siblings.setdefault(block.above, []), block, key=_tokens_of)
+
+    def _remove_sibling(self, block: _Block) -> None:
+        if block.tokens:
+            siblings = self._siblings[block.above]
+            del siblings[bisect_left(siblings, block.tokens, key=_tokens_of)]
+            if not siblings:
+                del self._siblings[block.above]
 
     def _attach(self, checkpoint: _Checkpoint, block: _Block | None) -> None:
         checkpoint.serial = self._next_serial()
@@ -780,18 +859,27 @@ class PrefixIndex:
 
     def _adopt_block(self, entry: Indexed, parent: _Block | None, used: int) -> int | None:
         serial, end = self._next_serial(), entry.num_tokens
-        block = _Block(entry.digest, entry.parent, parent, end, -1, serial, used)
+        tokens = b"" if self._needs_checkpoints else self._own_tokens(entry)
+        block = _Block(entry.digest, entry.parent, parent, end, -1, serial, used, tokens)
         if end % self._block_size or self._used_bytes + self._cost_of(block) > self._capacity:
             return None
         block.slot = self._take_slot()
         if parent is not None:
             parent.children += 1
         self._blocks[entry.digest] = block
+        self._add_sibling(block)
         self._used_bytes += self._cost_of(block)
         self._cleared = False
         self._counters.inserted_blocks += 1
         self._enqueue(block)
         return block.slot
+
+    def _own_tokens(self, entry: Indexed) -> bytes:
+        """The tokens that a block is said to have, if its digest says so too."""
+        if len(entry.tokens) != self._block_size * TOKEN_BYTES:
+            return b""
+        own = encoded_block_digest(entry.parent, entry.tokens) == entry.digest
+        return entry.tokens if own else b""
 
     def _adopt_checkpoint(self, entry: Indexed, parent: _Block | None, used: int) -> int | None:
         size = entry.checkpoint_bytes or 0
@@ -912,6 +1000,7 @@ class PrefixIndex:
     def _remove_block(self, block: _Block) -> None:
         block.findable = False
         del self._blocks[block.digest]
+        self._remove_sibling(block)
         parent = block.parent
         self._free(block)
         if parent is not None:
@@ -993,6 +1082,15 @@ class PrefixIndex:
         for block in self._blocks.values():
             assert block.children == children.get(block, 0), "children are miscounted"
 
+    def _check_siblings(self) -> None:
+        expected: dict[bytes, list[_Block]] = {}
+        for block in sorted(self._blocks.values(), key=_tokens_of):
+            if block.tokens:
+                expected.setdefault(block.above, []).append(block)
+                named = encoded_block_digest(block.above, block.tokens)
+                assert named == block.digest, "a block has the tokens of another"
+        assert self._siblings == expected, "siblings are lost or out of order"
+
     def _check_checkpoints(self) -> None:
         tails: dict[bytes, dict[int, int]] = {}
         for digest, checkpoint in self._checkpoints.items():
@@ -1028,6 +1126,11 @@ class PrefixIndex:
         assert heap_is_ordered([rank for rank, _ in self._queue]), "the queue is out of order"
 
 
+def block_metadata_bytes(block_size: int) -> int:
+    """What the index holds for a block of so many tokens, in Python objects; a bound."""
+    return BLOCK_METADATA_BYTES + TOKEN_BYTES * block_size
+
+
 def heap_is_ordered(ranks: Sequence[_Rank]) -> bool:
     """Whether no item of a heap comes before its parent."""
     return all(ranks[(i - 1) // 2] <= ranks[i] for i in range(1, len(ranks)))
@@ -1040,6 +1143,7 @@ def _describe(entry: _Entry) -> Indexed:
             parent=entry.above,
             num_tokens=entry.num_tokens,
             number=entry.slot,
+            tokens=entry.tokens,
         )
     return Indexed(
         digest=entry.digest,
@@ -1050,6 +1154,10 @@ def _describe(entry: _Entry) -> Indexed:
         extends=entry.earlier.digest if entry.earlier else None,
         reused=entry.reused,
     )
+
+
+def _tokens_of(block: _Block) -> bytes:
+    return block.tokens
 
 
 def _cost(checkpoint: _Checkpoint) -> int:

@@ -17,7 +17,6 @@ from treadle_cache.config import CacheConfig, capacity, free_memory
 from treadle_cache.digests import Chain, Namespace
 from treadle_cache.entries import Entry, EntryName
 from treadle_cache.index import (
-    BLOCK_METADATA_BYTES,
     CHECKPOINT_METADATA_BYTES,
     Evicted,
     EvictedBlock,
@@ -25,6 +24,7 @@ from treadle_cache.index import (
     Insertion,
     NewBlock,
     PrefixIndex,
+    block_metadata_bytes,
 )
 from treadle_cache.saved import DamagedFile, Footer, SavedEntry, SavedFile
 from treadle_cache.saved import write as write_file
@@ -358,7 +358,8 @@ class RamStore:
         blocks |= {id(block): block for row in rows for block in row.blocks}
         ends = {id(end): end for end in self._checkpoints.values()}
         ends |= {id(row.checkpoint): row.checkpoint for row in rows if row.checkpoint}
-        return sum(block.nbytes + BLOCK_METADATA_BYTES for block in blocks.values()) + sum(
+        metadata = block_metadata_bytes(self._config.block_size)
+        return sum(block.nbytes + metadata for block in blocks.values()) + sum(
             end.num_bytes + CHECKPOINT_METADATA_BYTES for end in ends.values()
         )
 
@@ -436,7 +437,8 @@ class RamStore:
         room = self._index.capacity - self._index.used_bytes
         for saved in entries:
             is_block = saved.entry.checkpoint_bytes is None
-            metadata = BLOCK_METADATA_BYTES if is_block else CHECKPOINT_METADATA_BYTES
+            size = self._config.block_size
+            metadata = block_metadata_bytes(size) if is_block else CHECKPOINT_METADATA_BYTES
             if saved.entry.digest in self._index:
                 continue
             if saved.num_bytes + metadata <= room:

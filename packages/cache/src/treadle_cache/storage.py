@@ -184,8 +184,8 @@ class HeldRow:
     Args:
         storage: How it is kept.
         num_tokens: Tokens that it covers.
-        blocks: Its full blocks.
-        checkpoint: What is after them.
+        blocks: Its blocks; of the last one it may cover the first tokens only.
+        checkpoint: What is after them; they are full then.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class HeldRow:
 
     @property
     def blocks(self) -> Sequence[Block]:
-        """Its full blocks."""
+        """Its blocks."""
         return self._blocks
 
     @property
@@ -222,6 +222,10 @@ class HeldRow:
         pieces += self._storage.body.pieces(index, self._blocks[head:])
         if self._checkpoint is not None and self._checkpoint.tail:
             pieces.append(self._checkpoint.tail[index])
+        beyond = len(self._blocks) * self._storage.block_size - self._num_tokens
+        if beyond > 0:
+            # The last piece reaches over the last block at least.
+            pieces[-1] = pieces[-1][:, :-beyond]
         return np.concatenate(pieces, axis=1)
 
     def state(self) -> list[HostArray]:

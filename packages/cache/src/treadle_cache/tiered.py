@@ -4,6 +4,8 @@ A match is the longest over both tiers. Its first blocks may be in RAM and the r
 
     [0, base) in RAM, held . [base, end) being read . checkpoint, if the model needs one, from either
 
+The slower tier has whole blocks; a match ends inside a block only where RAM serves it alone.
+
 What was read moves into RAM when it is polled, evicting what is older there; where RAM has no room,
 the ticket alone keeps it. An entry that cannot be read is left out, and the next best match taken.
 """
@@ -53,10 +55,12 @@ class _Pending:
     """A match that is being read.
 
     ``base`` holds what RAM has of it, ``fallback`` what RAM could serve alone; both are tickets of
-    the RAM store. What was read already is under its digest.
+    the RAM store. What was read already is under its digest. ``limit`` is the number of tokens that
+    was announced: however it comes out, it is not longer.
     """
 
     chain: Chain
+    limit: int
     plan: _Plan
     reading: Reading
     generation: int
@@ -349,7 +353,8 @@ class TieredStore:
     # Reading
 
     def _begin(self, chain: Chain, plan: _Plan) -> _Pending:
-        pending = _Pending(chain, plan, self._slow.read(plan.missing), self.generation)
+        reading = self._slow.read(plan.missing)
+        pending = _Pending(chain, plan.num_tokens, plan, reading, self.generation)
         self._hold(pending)
         return pending
 
@@ -359,8 +364,8 @@ class TieredStore:
         before = (pending.base, pending.fallback)
         pending.base = self._ram.hold_blocks(chain, plan.base) if plan.base else None
         pending.fallback = None
-        if self._ram.peek(chain, plan.num_tokens):
-            pending.fallback = self._ram.hold(chain, plan.num_tokens).ticket
+        if self._ram.peek(chain, pending.limit):
+            pending.fallback = self._ram.hold(chain, pending.limit).ticket
         self._let_go(*before)
 
     def _advance(self, pending: _Pending) -> bool:
@@ -412,7 +417,7 @@ class TieredStore:
         """Move what was read into RAM, and serve it from there, or from the ticket."""
         chain, plan = pending.chain, pending.plan
         if not plan.missing:
-            result = self._outcome_in_ram(ticket, chain, plan.num_tokens, plan, pending.failed)
+            result = self._outcome_in_ram(ticket, chain, pending.limit, plan, pending.failed)
             self._let_go(pending.base, pending.fallback)
             return result
         if self._promote(pending):
