@@ -18,6 +18,7 @@ from treadle_core.prefix import PrefixKey
 from treadle_core.testing import zoo
 
 from .harness import (
+    BLOCK,
     FAMILIES,
     Session,
     full_blocks,
@@ -59,6 +60,24 @@ def test_a_shared_beginning_is_reused_up_to_its_boundary(family: str) -> None:
     one, other = (*system, *tokens(6, 15)), (*system, *tokens(7, 18))
     session.ask("one", one, answer, boundaries=(24,))
     assert session.ask("other", other, answer) == 24
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if not has_state(family)])
+def test_a_shared_beginning_that_ends_inside_a_block_is_reused_to_its_last_token(
+    family: str,
+) -> None:
+    session = Session(family, ram_store())
+    answer = tokens(5, 4)
+    for shared in (29, 13, 24):
+        system = tokens(100 + shared, shared)
+        one, other = (*system, 251, *tokens(6, 15)), (*system, 252, *tokens(7, 18))
+        session.ask(f"one {shared}", one, answer)
+        assert session.ask(f"other {shared}", other, answer) == shared
+        stored = full_blocks(len(one) + len(answer) - 1)
+        assert session.ask(f"again {shared}", one, answer) == min(len(one) - 1, stored)
+    prompt = tokens(8, 5 * BLOCK)
+    session.ask("whole", prompt, answer)
+    assert session.ask("whole again", prompt, answer) == len(prompt) - 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
