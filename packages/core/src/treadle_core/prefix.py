@@ -18,8 +18,8 @@ MissReason = Literal[
 """Why a lookup found nothing.
 
 ``empty``: nothing was ever stored, or all of it was evicted. ``cleared``: nothing was stored since
-the last clear. ``too_short``: fewer tokens than a block may be reused. ``no_block``: the first
-block is not there. ``no_checkpoint``: blocks are, but no checkpoint among them. ``refused``: the
+the last clear. ``too_short``: fewer tokens may be reused than the shortest match has.
+``no_block``: nothing that is there begins with as many of the same tokens. ``no_checkpoint``: blocks are, but no checkpoint among them. ``refused``: the
 request asked not to reuse anything. ``damaged``: what was found could not be read back.
 """
 
