@@ -928,6 +928,27 @@ def test_the_integrity_walk_notices_damage(damage: str) -> None:
         index.check_integrity()
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "index._siblings.clear()",
+        "index._siblings[block.above].reverse()",
+        "index._siblings[block.above].remove(block)",
+        "block.tokens = b''",
+        "block.tokens = bytes(16)",
+    ],
+)
+def test_the_integrity_walk_notices_damage_among_siblings(damage: str) -> None:
+    index = blocks_only(8)
+    insert(index, "aaaabbbb")
+    insert(index, "aaaacccc")
+
+    exec(damage, {"index": index, "block": index._blocks[chain("aaaabbbb").digests[1]]})
+
+    with pytest.raises(AssertionError):
+        index.check_integrity()
+
+
 def test_what_is_reached_and_peeked_is_neither_counted_nor_refreshed() -> None:
     index = with_checkpoints(8, 2)
     insert(index, "abcdefghij", checkpoint=True)
