@@ -123,7 +123,9 @@ class TestRecordingObserver(ObserverContract):
 class TestScriptedRunner(RunnerContract):
     @pytest.fixture(params=[True, False])
     def runner(self, request: pytest.FixtureRequest) -> ScriptedRunner:
-        return ScriptedRunner(SCRIPT, spec=replace(SMALL_SPEC, batched=request.param))
+        drafts = 4 if request.param else 0
+        spec = replace(SMALL_SPEC, batched=request.param)
+        return ScriptedRunner(SCRIPT, spec=spec, max_draft_tokens=drafts)
 
     @pytest.fixture
     def oracle(self) -> Oracle:
@@ -148,7 +150,7 @@ class ModelRunnerContract(RunnerContract):
     def runner(self) -> ModelRunner:
         model = tiny_model(self.FAMILY)
         spec = replace(inspect(model, zoo.config(self.FAMILY)), batched=self.BATCHED)
-        return ModelRunner(model, spec)
+        return ModelRunner(model, spec, slack=4)
 
     @pytest.fixture
     def oracle(self) -> Oracle:

@@ -1,4 +1,8 @@
-"""What drafting brings: speed with it against speed without, as ratios from one run, as JSON."""
+"""What drafting brings: speed with it against speed without, as ratios from one run, as JSON.
+
+On a CPU the weights are dequantised first, for both sides: MLX's quantised kernels there take as long
+for several tokens at once as one after the other, so that nothing could be gained.
+"""
 
 import argparse
 import statistics
@@ -11,13 +15,14 @@ import msgspec
 
 from treadle_core.engine import Engine, EngineConfig
 from treadle_core.events import DraftCounters, Event, Finished, TokenOut
+from treadle_core.mlx_runtime.bench import dense
 from treadle_core.mlx_runtime.load import ModelOptions, make_runner, read_checkpoint, resolve
 from treadle_core.mlx_runtime.tokenizer import ModelTokenizer
 from treadle_core.request import Request, SamplingParams
 from treadle_speculative.config import SpeculativeConfig, make_controller, make_drafter
 
 ROWS = 8
-NUM_TOKENS = 128
+NUM_TOKENS = 64
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 OFF = SpeculativeConfig()
 
@@ -25,10 +30,7 @@ STORY = (
     "The harbour master of Port Ellen kept two ledgers. In the first she wrote the names of the "
     "ships that came in, the hour of their arrival, and the weight of what they carried. In the "
     "second she wrote what the sailors told her about the weather further north. On the ninth of "
-    "October a grey schooner called the Marigold came in with forty barrels of herring and a cook "
-    "who said that the ice had already closed the strait. The harbour master wrote forty barrels "
-    "in the first ledger and closed strait in the second. Three days later the Marigold left with "
-    "empty barrels and a new cook, and the harbour master crossed the strait out again."
+    "October a grey schooner called the Marigold came in with forty barrels of herring."
 )
 COPY = (
     f"Repeat this text word for word:\n\n{STORY}",
@@ -38,7 +40,6 @@ CHAT = (
     "What should I think about before I adopt a dog?",
     "Explain to a child why the sky is blue.",
     "Give me three ideas for a birthday party in winter.",
-    "How does a bicycle stay upright?",
 )
 
 Report = dict[str, Any]
@@ -121,7 +122,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     reference = resolve(options.model)
     network, wrapper, config = read_checkpoint(reference, ModelOptions(model=options.model))
-    model = (network, ModelTokenizer(wrapper, config), config)
+    model = (dense(network), ModelTokenizer(wrapper, config), config)
     drafting = SpeculativeConfig(method="ngram", num_tokens=options.num_tokens)
     report: Report = {}
     details: Report = {}

@@ -19,6 +19,7 @@ import msgspec
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import llama
 from mlx_lm.models.cache import BatchKVCache
+from mlx_lm.utils import dequantize_model
 
 from treadle_core.engine import Engine, EngineConfig
 from treadle_core.events import Event, TokenOut
@@ -90,6 +91,19 @@ def load_checkpoint(reference: str | None) -> Checkpoint:
     """The model to measure."""
     model, _, config = read_checkpoint(resolve(reference), ModelOptions(model=reference))
     return Checkpoint(model, config, int(config.get("vocab_size", 1024)))
+
+
+def dense(model: nn.Module) -> nn.Module:
+    """``model`` with weights that are not quantised, where that is what makes tokens dear.
+
+    MLX multiplies quantised weights on the CPU one token after the other: there several tokens in
+    one forward cost as much as in several.
+    """
+    if mx.default_device() != mx.cpu:
+        return model
+    model = dequantize_model(model)
+    mx.eval(model.parameters())
+    return model
 
 
 def tiny_checkpoint() -> Checkpoint:

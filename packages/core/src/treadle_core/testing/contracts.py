@@ -56,6 +56,7 @@ from treadle_core.prefix import (
 )
 from treadle_core.request import LogitsProcessor, Request, SamplingParams
 from treadle_core.testing.checks import EventChecker, pump
+from treadle_core.testing.fakes import ScriptedConstraint
 from treadle_core.testing.prefixes import RecordingStore
 from treadle_core.testing.scripted import ScriptedRunner
 
@@ -435,6 +436,60 @@ class RunnerContract:
 
         self._check(rows, oracle, {A: 4, B: 4, C: 2})
 
+    def test_a_right_draft_is_kept_whole(self, runner: Runner, oracle: Oracle) -> None:
+        """And the row goes on behind it, with and without another one."""
+        if runner.max_draft_tokens == 0:
+            return
+        truth = oracle(self.PROMPTS[0], 8)
+        rows = self._started(runner, A)
+        rows.submit({A: tuple(truth[: min(3, runner.max_draft_tokens)])})
+        kept = len(rows.sampled(A))
+        rows.submit({A: (truth[kept],)})
+        rows.submit()
+        rows.submit()
+        rows.read_all()
+
+        assert kept == 1 + min(3, runner.max_draft_tokens)
+        assert rows.sampled(A) == truth[: kept + 4]
+
+    def test_a_wrong_draft_leaves_no_trace(self, runner: Runner, oracle: Oracle) -> None:
+        """Nor does one that is wrong in its last place, nor what pads the rows beside it."""
+        if runner.max_draft_tokens < 2:
+            return
+        truths = {key: oracle(self.PROMPTS[i], 8) for i, key in enumerate((A, B, C))}
+        rows = self._started(runner, A, B, C)
+        wrong = {key: truth[0] - 1 if truth[0] else 1 for key, truth in truths.items()}
+        rows.submit({A: (wrong[A], wrong[A]), B: (truths[B][0], wrong[B])})
+        for _ in range(4):
+            rows.submit()
+        rows.read_all()
+
+        for key, truth in truths.items():
+            found = rows.sampled(key)
+            assert found == truth[: len(found)], f"row of {key}"
+        assert len(rows.sampled(A)) == 5
+        assert len(rows.sampled(C)) == 5
+
+    def test_a_row_whose_code_raises_behind_a_draft_keeps_what_came_before(
+        self, runner: Runner, oracle: Oracle
+    ) -> None:
+        """A grammar that allows what the model wants, until it fails."""
+        if runner.max_draft_tokens < 2:
+            return
+        truth = oracle(self.PROMPTS[0], 4)
+        broken = ScriptedConstraint(
+            mask_error=ValueError("mine"), error_after=1, vocab_size=runner.spec.vocab_size
+        )
+        rows = Rows(runner)
+        rows.open(A, self.PROMPTS[0], constraint=broken)
+        rows.prefill(A)
+        rows.promote(A)
+        rows.submit({A: tuple(truth[:2])})
+
+        assert rows.sampled(A) == truth[:1]
+        assert "mine" in rows.results[-1].failures[A]
+        assert broken.taken == []
+
     def test_end_tokens_are_not_sampled_before_min_tokens(
         self, runner: Runner, oracle: Oracle
     ) -> None:
@@ -579,6 +634,14 @@ class RunnerContract:
         runner.close()
         runner.close()
 
+    def _started(self, runner: Runner, *keys: Key) -> "Rows":
+        rows = Rows(runner)
+        for key, prompt in zip(keys, self.PROMPTS, strict=False):
+            rows.open(key, prompt)
+            rows.prefill(key)
+            rows.promote(key)
+        return rows
+
     def _check(self, rows: "Rows", oracle: Oracle, counts: dict[Key, int]) -> None:
         for key, num_tokens in counts.items():
             assert rows.sampled(key) == oracle(rows.prompts[key], num_tokens), f"row of {key}"
@@ -616,6 +679,7 @@ class Rows:
         min_tokens: int = 0,
         end_tokens: tuple[int, ...] = (),
         processors: tuple[LogitsProcessor, ...] = (),
+        constraint: TokenConstraint | None = None,
     ) -> None:
         """A greedy row joins, to be prefilled."""
         decoding, prefilling = self._groups[group]
@@ -633,6 +697,7 @@ class Rows:
                 prompt=prompt,
                 output=self._output[key],
                 processors=processors,
+                constraint=constraint,
             )
         )
 

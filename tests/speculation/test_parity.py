@@ -1,0 +1,130 @@
+"""Real drafter, real controller, real store: speculation changes nothing but the number of forwards."""
+
+import random
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from treadle_cache import CacheConfig, RamStore
+from treadle_core import Completion, Engine, EngineConfig, Request, SamplingParams, collect
+from treadle_core.mlx_runtime.gguf import find_demo_model, load_gguf
+from treadle_core.mlx_runtime.load import make_runner
+from treadle_core.mlx_runtime.tokenizer import ModelTokenizer
+from treadle_core.testing import zoo
+from treadle_core.testing.drafting import LastWrongDrafter
+from treadle_speculative import AdaptiveController, FixedController, NgramDrafter
+
+TOLERANCE = 1e-4
+STORY = (
+    "The harbour master of Port Ellen kept two ledgers. In the first she wrote the names of the "
+    "ships that came in, the hour of their arrival, and the weight of what they carried."
+)
+
+
+@cache
+def model_of(family: str) -> Any:
+    return zoo.build(family)
+
+
+def answer(engine: Engine, *requests: Request) -> dict[str, Completion]:
+    for request in requests:
+        engine.add(request)
+    events: list[Any] = []
+    while engine.has_work:
+        events += engine.step()
+        engine.check_integrity()
+    return {key[0]: completion for key, completion in collect(events).items()}
+
+
+def looped(length: int, seed: int) -> tuple[int, ...]:
+    """A prompt that repeats itself, so that something is found in it."""
+    rng = random.Random(seed)
+    body = [rng.randrange(256) for _ in range(9)]
+    return tuple((body * length)[:length])
+
+
+def request_of(id: str, prompt: Sequence[int], **params: Any) -> Request:
+    chosen = {"temperature": 0.0, "max_tokens": 24, "logprobs": True, "top_logprobs": 5, **params}
+    return Request(id=id, prompt=tuple(prompt), params=SamplingParams(**chosen))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "deepseek_v3"])
+def test_what_a_speculating_row_stored_is_what_a_plain_row_would_have_computed(family: str) -> None:
+    """A chat goes on from the store, where the answer before it came from accepted drafts."""
+    store = RamStore(CacheConfig(capacity_bytes=64 << 20, block_size=8))
+    truth: list[int] = []
+    speculating = Engine(
+        make_runner(model_of(family), zoo.config(family), slack=5),
+        config=EngineConfig(checkpoint_interval=16),
+        store=store,
+        drafter=LastWrongDrafter(lambda tokens, num: [*truth, *[1] * num][len(tokens) :][:num]),
+        controller=FixedController(5),
+    )
+    plain = Engine(make_runner(model_of(family), zoo.config(family)))
+    prompt = looped(40, seed=1)
+    reused = 0
+    for turn in range(4):
+        request = request_of(f"turn{turn}", prompt, temperature=0.7 * (turn % 2), seed=turn)
+        theirs = answer(plain, request)[request.id]
+        truth[:] = [*prompt, *theirs.tokens]
+        mine = answer(speculating, request)[request.id]
+        assert mine.tokens == theirs.tokens
+        scale = float(np.abs(np.array(theirs.logprobs)).max())
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=10 * TOLERANCE * scale)
+        assert mine.usage is not None
+        reused += mine.usage.cached_tokens
+        prompt = (*prompt, *mine.tokens, *looped(7, seed=turn))
+    assert reused > 0
+    total = speculating.stats().drafts
+    assert total is not None
+    assert total.accepted > 20
+    assert total.rejected > 5
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_the_adaptive_controller_changes_no_token_whatever_it_measures(family: str) -> None:
+    requests = [
+        request_of(f"r{i}", looped(20 + 9 * i, seed=i), temperature=0.6 * (i % 2), seed=i)
+        for i in range(4)
+    ]
+    plain = answer(Engine(make_runner(model_of(family), zoo.config(family))), *requests)
+    engine = Engine(
+        make_runner(model_of(family), zoo.config(family), slack=7),
+        drafter=NgramDrafter(),
+        controller=AdaptiveController(),
+    )
+    for _ in range(3):
+        found = answer(engine, *requests)
+        assert {id: c.tokens for id, c in found.items()} == {
+            id: c.tokens for id, c in plain.items()
+        }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_smollm2_copies_a_text_in_fewer_forwards_and_the_same_tokens() -> None:
+    path = find_demo_model()
+    if path is None:
+        pytest.skip("the demo package is not installed")
+    model, wrapper, config = load_gguf(path)
+    tokenizer = ModelTokenizer(wrapper, config)
+    text = f"<|im_start|>user\nRepeat this text:\n\n{STORY}<|im_end|>\n<|im_start|>assistant\n"
+    request = request_of(
+        "copy", tokenizer.encode(text), max_tokens=60, logprobs=False, top_logprobs=0
+    )
+    plain = answer(Engine(make_runner(model, config)), request)["copy"]
+    engine = Engine(
+        make_runner(model, config, slack=5),
+        drafter=NgramDrafter(),
+        controller=FixedController(5),
+    )
+
+    found = answer(engine, request)["copy"]
+
+    assert found.tokens == plain.tokens
+    assert found.usage is not None
+    assert found.usage.drafts is not None
+    assert found.usage.drafts.forwards_saved > 20
