@@ -93,6 +93,11 @@ class RamStore:
         return self._index.generation
 
     @property
+    def busy(self) -> bool:
+        """Never: what is stored is there at once."""
+        return False
+
+    @property
     def storage(self) -> Storage:
         """How the states of the model are kept."""
         return self._storage

@@ -10,6 +10,7 @@ What was read moves into RAM when it is polled, evicting what is older there; wh
 the ticket alone keeps it. An entry that cannot be read is left out, and the next best match taken.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -18,7 +19,7 @@ from msgspec import Struct
 
 from treadle_cache.digests import Chain
 from treadle_cache.entries import Entry, EntryName, Reading, SlowTier
-from treadle_cache.index import NewBlock
+from treadle_cache.index import Insertion, NewBlock
 from treadle_cache.ram import (
     FAILURES,
     EntrySource,
@@ -30,6 +31,12 @@ from treadle_cache.ram import (
 from treadle_cache.storage import Block, Checkpoint, HeldRow
 from treadle_core.ports import RowReader, StoredRow
 from treadle_core.prefix import MissReason, Prefix, PrefixKey, PrefixStats, StateLayout
+
+MAX_BACKLOG_BYTES = 1 << 30
+"""Most bytes that wait for the slower tier beside its own queue; while half of it does, the store
+is busy."""
+
+CLOSE_SECONDS = 30.0
 
 
 class _Plan(Struct, frozen=True, kw_only=True):
@@ -90,6 +97,7 @@ class _Counters:
     damaged: int = 0
     prefetches: int = 0
     failed_writes: int = 0
+    given_up: int = 0
 
 
 class _Nothing:
@@ -126,6 +134,8 @@ class TieredStore:
         self._ready: dict[int, _Ready] = {}
         self._ahead: dict[tuple[bytes, ...], _Pending] = {}
         self._last_ticket = 0
+        self._backlog: dict[bytes, Entry] = {}
+        self._backlog_bytes = 0
         self._has_stored = False
         self._has_state = False
         self._counters = _Counters()
@@ -134,6 +144,12 @@ class TieredStore:
     def generation(self) -> int:
         """Counts clears."""
         return self._ram.generation
+
+    @property
+    def busy(self) -> bool:
+        """Whether the slower tier is so far behind that much of what is stored waits for it."""
+        self._drain()
+        return 2 * self._backlog_bytes > MAX_BACKLOG_BYTES
 
     def attach(self, fingerprint: str, layout: StateLayout) -> None:
         """Serve one model from now on; called once, before anything else.
@@ -237,18 +253,17 @@ class TieredStore:
             return
         chain = self._ram.chain(key)
         insertion = self._ram.add(chain, row, generation)
-        for entry in self._ram.entries(chain, insertion):
-            self._put(entry)
-        if insertion.refused is not None:
-            try:
-                for entry in self._left_out(chain, row):
-                    self._put(entry)
-            except FAILURES:
-                self._counters.failed_writes += 1
+        try:
+            for entry in self._unwritten(chain, row, insertion):
+                self._put(entry)
+        except FAILURES:
+            self._counters.failed_writes += 1
+        self._drain()
 
     def clear(self) -> None:
         """Forget everything in both tiers; what is being read comes out as a miss."""
         self._ram.clear()
+        self._forget_backlog()
         self._slow.clear()
         self._has_stored = False
         for pending in self._pending.values():
@@ -273,6 +288,8 @@ class TieredStore:
                 "damaged_reads": counters.damaged,
                 "prefetches": counters.prefetches,
                 "failed_writes": counters.failed_writes,
+                "given_up_writes": counters.given_up,
+                "backlog_bytes": self._backlog_bytes,
                 **{f"slow_{name}": value for name, value in self._slow.stats().items()},
             },
         )
@@ -282,6 +299,7 @@ class TieredStore:
         for pending in self._pending.values():
             pending.reading.cancel()
         self._forget_ahead()
+        self._finish_backlog()
         self._slow.close()
         self._ram.close()
 
@@ -451,6 +469,7 @@ class TieredStore:
 
     def _harvest(self) -> None:
         """Move into RAM what was read ahead; what it has no room for waits to be asked for."""
+        self._drain()
         for missing, pending in tuple(self._ahead.items()):
             if pending.reading is _NOTHING or not self._advance(pending):
                 continue
@@ -479,6 +498,10 @@ class TieredStore:
     ) -> Prefix:
         prefix = self._ram.hold(chain, limit)
         if prefix.ticket is not None:
+            # What RAM serves must not age in the slower tier.
+            num_blocks = prefix.num_tokens // chain.block_size
+            ends = [chain.end(prefix.num_tokens)] if self._has_state else []
+            self._slow.touch([*chain.digests[:num_blocks], *ends])
             return self._hit(ticket, self._ram.load(prefix.ticket), prefix.ticket)
         return self._miss("damaged" if failed else self._why(prefix.miss, limit, chain, plan))
 
@@ -534,18 +557,72 @@ class TieredStore:
     # Writing
 
     def _put(self, entry: Entry) -> None:
-        self._slow.put(entry)
+        """Hand an entry on, or keep it until the slower tier has room: the engine never waits."""
         self._has_stored = True
+        if not self._backlog and self._slow.has_room(entry.num_bytes):
+            self._slow.put(entry)
+        elif self._backlog_bytes + entry.num_bytes <= MAX_BACKLOG_BYTES:
+            self._backlog[entry.name.digest] = entry
+            self._backlog_bytes += entry.num_bytes
+        else:
+            # It is put when its chain is stored again.
+            self._counters.given_up += 1
 
-    def _left_out(self, chain: Chain, row: RowReader) -> Iterator[Entry]:
-        """What is in neither tier of a row that RAM had no room for."""
+    def _drain(self) -> None:
+        """Hand on what the slower tier has room for now."""
+        while self._backlog:
+            digest, entry = next(iter(self._backlog.items()))
+            if not self._slow.has_room(entry.num_bytes):
+                return
+            self._slow.put(entry)
+            del self._backlog[digest]
+            self._backlog_bytes -= entry.num_bytes
+
+    def _finish_backlog(self) -> None:
+        """Hand on all of it, as fast as the slower tier writes; a disk that hangs is given up."""
+        stop = time.monotonic() + CLOSE_SECONDS
+        self._drain()
+        while self._backlog and time.monotonic() < stop:
+            time.sleep(0.005)
+            self._drain()
+        self._counters.given_up += len(self._backlog)
+        self._forget_backlog()
+
+    def _forget_backlog(self) -> None:
+        self._backlog.clear()
+        self._backlog_bytes = 0
+
+    def _unwritten(self, chain: Chain, row: RowReader, insertion: Insertion) -> Iterator[Entry]:
+        """Whatever the slower tier lacks of a chain, parents first, from RAM or else from the row.
+
+        Not only what is new: it may have lost a parent, without which nobody finds a child.
+        """
+        num_blocks, ends = len(chain.digests), list[bytes]()
+        if self._has_state:
+            ends = [chain.end(chain.num_tokens)]
+        present = self._slow.present([*chain.digests, *ends]) | self._backlog.keys()
+        in_ram = self._ram.reach(chain, num_blocks)
+        absent = [n for n in range(num_blocks) if chain.digests[n] not in present]
+        yield from self._from_ram(chain, [n for n in absent if n < in_ram])
+        yield from self._from_row(chain, row, [n for n in absent if n >= in_ram])
+        if ends and ends[0] not in present:
+            if insertion.checkpoint is not None:
+                yield from (e for e in self._ram.entries(chain, insertion) if e.name.digest in ends)
+            else:
+                yield checkpoint_entry(chain, RowSource(self._ram.storage, row).checkpoint())
+
+    def _from_ram(self, chain: Chain, numbers: Sequence[int]) -> list[Entry]:
+        if not numbers:
+            return []
+        ticket = self._ram.hold_blocks(chain, numbers[-1] + 1)
+        blocks = self._ram.held_blocks(ticket)
+        found = [block_entry(self._ram.storage, chain, n, blocks[n]) for n in numbers]
+        self._ram.release(ticket)
+        return found
+
+    def _from_row(self, chain: Chain, row: RowReader, absent: Sequence[int]) -> Iterator[Entry]:
         storage = self._ram.storage
         source = RowSource(storage, row)
-        num_blocks = len(chain.digests)
-        end = chain.end(chain.num_tokens)
-        present = self._slow.present([*chain.digests, end])
-        start = self._ram.reach(chain, num_blocks)
-        absent = [n for n in range(start, num_blocks) if chain.digests[n] not in present]
         for _, run in groupby(enumerate(absent), key=lambda pair: pair[1] - pair[0]):
             numbers = [number for _, number in run]
             new = [
@@ -554,5 +631,3 @@ class TieredStore:
             ]
             for number, block in zip(numbers, source.blocks(new), strict=True):
                 yield block_entry(storage, chain, number, block)
-        if self._has_state and end not in present:
-            yield checkpoint_entry(chain, source.checkpoint())

@@ -181,6 +181,11 @@ class PrefixStore(Protocol):
         """Counts clears. Whoever begins to compute a state notes it, and hands it in with it."""
         ...
 
+    @property
+    def busy(self) -> bool:
+        """Whether more waits to be written than should: new prompts had better wait a little."""
+        ...
+
     def attach(self, fingerprint: str, layout: StateLayout) -> None:
         """Serve one model from now on; called once, before anything else.
 

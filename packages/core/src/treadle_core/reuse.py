@@ -11,6 +11,7 @@ from treadle_core.sequence import Sequence
 SAVE_STEP = 256
 LONGEST_RESTORE = 10.0
 MOST_LOOKUPS = 3
+LONGEST_HOLD = 5.0
 
 logger = logging.getLogger("treadle")
 
@@ -35,6 +36,7 @@ class Reuse:
         self._store = store
         self._has_state = layout.has_state
         self._interval = checkpoint_interval
+        self._busy_since: float | None = None
 
     def prefetch(self, request: Request, prompt: tuple[int, ...]) -> None:
         """A request is waiting: a slower tier may begin to read."""
@@ -43,6 +45,20 @@ class Reuse:
             self._store.prefetch(key, len(prompt) - 1)
         except Exception:
             logger.exception("a prefix store failed to read ahead")
+
+    def holds_back(self, now: float) -> bool:
+        """Whether new prompts wait until the store has written more; never for long."""
+        try:
+            busy = self._store.busy
+        except Exception:
+            logger.exception("a prefix store failed")
+            busy = False
+        if not busy:
+            self._busy_since = None
+            return False
+        if self._busy_since is None:
+            self._busy_since = now
+        return now - self._busy_since < LONGEST_HOLD
 
     def find(self, sequence: Sequence, now: float) -> Prefix:
         """What is stored of a sequence that got a row; held until it is released."""
@@ -104,6 +120,7 @@ class Reuse:
     def restored(self, sequence: Sequence, prefix: Prefix) -> None:
         """A row is about to hold ``prefix``."""
         sequence.num_computed = sequence.num_saved = prefix.num_tokens
+        sequence.num_restored = max(sequence.num_restored, prefix.num_tokens)
 
     def cut(self, sequence: Sequence, num: int) -> int:
         """How much of a chunk of ``num`` tokens to prefill, so that it ends where state is kept."""

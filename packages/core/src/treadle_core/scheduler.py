@@ -233,7 +233,8 @@ class Scheduler:
         self._make_room_to_draft(draft, drafts)
         self._save_long_answers(draft)
         restored = self._take_arrivals(draft, now)
-        prefilled = self._plan_prefill(draft, now, only, drafts, may_admit=not preempted)
+        admits = not preempted and (self._reuse is None or not self._reuse.holds_back(now))
+        prefilled = self._plan_prefill(draft, now, only, drafts, may_admit=admits)
         self._plan_decode(draft, drafts)
         plan = draft.freeze()
         if plan.has_work:

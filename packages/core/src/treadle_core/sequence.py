@@ -45,6 +45,7 @@ class Sequence:
         deadline: When it fails, in the clock's seconds.
         suspect: A step that it was part of failed; it has to run alone once.
         computed: Stretches of its prompt that were computed for it, disjoint and in order.
+        num_restored: Most tokens that came from a store at once.
         num_saved: Tokens of its row that were handed to the prefix store, or came from there.
         generation: The prefix store's, when computing what the row holds began.
         ticket: What it waits for, from a slower tier of the prefix store.
@@ -75,6 +76,7 @@ class Sequence:
     generation: int = 0
     ticket: int | None = None
     cold: bool = False
+    num_restored: int = 0
     num_lookups: int = 0
     waits_until: float = 0.0
 
@@ -130,9 +132,9 @@ class Sequence:
 
     @property
     def num_cached(self) -> int:
-        """Prompt tokens that were never computed for it; 0 before any was."""
-        covered = sum(stop - start for start, stop in self.computed)
-        return len(self.prompt) - covered if covered else 0
+        """Prompt tokens that came from a store and were never computed for it."""
+        limit = min(self.num_restored, len(self.prompt))
+        return limit - sum(min(b, limit) - a for a, b in self.computed if a < limit)
 
     def computes(self, start: int, stop: int) -> None:
         """Tokens ``[start, stop)`` are computed, perhaps not for the first time."""

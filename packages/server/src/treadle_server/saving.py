@@ -46,6 +46,11 @@ class SavingStore:
         """As the inner store's."""
         return self._inner.generation
 
+    @property
+    def busy(self) -> bool:
+        """As the inner store's."""
+        return self._inner.busy
+
     def attach(self, fingerprint: str, layout: StateLayout) -> None:
         """Serve one model from now on, and read what was saved for it.
 

@@ -106,6 +106,7 @@ class RecordingStore:
         found: Length of each match.
         open_tickets: Tickets that were not released yet.
         closed: Whether :meth:`close` was called.
+        is_behind: What it says of itself.
     """
 
     def __init__(self, *, delay: int = 0, lost: bool = False) -> None:
@@ -113,6 +114,7 @@ class RecordingStore:
         self.found: list[int] = []
         self.open_tickets: dict[int, _Ticket] = {}
         self.closed = False
+        self.is_behind = False
         self._delay = delay
         self._lost = lost
         self._generation = 0
@@ -124,6 +126,11 @@ class RecordingStore:
     def generation(self) -> int:
         """Counts clears."""
         return self._generation
+
+    @property
+    def busy(self) -> bool:
+        """Whether :attr:`is_behind` was set."""
+        return self.is_behind
 
     @property
     def layout(self) -> StateLayout:
