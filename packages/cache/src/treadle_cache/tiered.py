@@ -32,10 +32,6 @@ from treadle_cache.storage import Block, Checkpoint, HeldRow
 from treadle_core.ports import RowReader, StoredRow
 from treadle_core.prefix import MissReason, Prefix, PrefixKey, PrefixStats, StateLayout
 
-MAX_BACKLOG_BYTES = 1 << 30
-"""Most bytes that wait for the slower tier beside its own queue; while half of it does, the store
-is busy."""
-
 CLOSE_SECONDS = 30.0
 
 
@@ -124,12 +120,21 @@ class TieredStore:
         ram: The faster tier; with a capacity of 0 the slower one works alone.
         slow: The slower tier.
         max_prefetches: Most matches that are read ahead, or kept after that, at a time.
+        max_backlog_bytes: Most bytes that wait until the slower tier has room for them; while half
+            of it does, the store is busy.
     """
 
-    def __init__(self, ram: RamStore, slow: SlowTier, max_prefetches: int = 2) -> None:
+    def __init__(
+        self,
+        ram: RamStore,
+        slow: SlowTier,
+        max_prefetches: int = 2,
+        max_backlog_bytes: int = 1 << 30,
+    ) -> None:
         self._ram = ram
         self._slow = slow
         self._max_prefetches = max_prefetches
+        self._max_backlog_bytes = max_backlog_bytes
         self._pending: dict[int, _Pending] = {}
         self._ready: dict[int, _Ready] = {}
         self._ahead: dict[tuple[bytes, ...], _Pending] = {}
@@ -149,7 +154,7 @@ class TieredStore:
     def busy(self) -> bool:
         """Whether the slower tier is so far behind that much of what is stored waits for it."""
         self._drain()
-        return 2 * self._backlog_bytes > MAX_BACKLOG_BYTES
+        return 2 * self._backlog_bytes > self._max_backlog_bytes
 
     def attach(self, fingerprint: str, layout: StateLayout) -> None:
         """Serve one model from now on; called once, before anything else.
@@ -561,7 +566,7 @@ class TieredStore:
         self._has_stored = True
         if not self._backlog and self._slow.has_room(entry.num_bytes):
             self._slow.put(entry)
-        elif self._backlog_bytes + entry.num_bytes <= MAX_BACKLOG_BYTES:
+        elif self._backlog_bytes + entry.num_bytes <= self._max_backlog_bytes:
             self._backlog[entry.name.digest] = entry
             self._backlog_bytes += entry.num_bytes
         else:
