@@ -63,10 +63,24 @@ class Reading(Protocol):
 
 
 class SlowTier(Protocol):
-    """Where entries outlive the RAM tier. Used from the engine's thread; never raises."""
+    """Where entries outlive the RAM tier. Used from the engine's thread; never raises.
+
+    Only :meth:`wait`, :meth:`flush` and :meth:`close` may block, and a :class:`Reading`'s result.
+    """
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether :meth:`put` would take so many bytes without exceeding what may wait.
+
+        True also where it would drop them for another reason, so that nobody keeps them for it.
+        """
+        ...
 
     def put(self, entry: Entry) -> None:
-        """Keep an entry, later; blocks while too much is waiting to be written."""
+        """Keep an entry, later. Without room it is taken only if nothing else waits."""
+        ...
+
+    def touch(self, digests: Sequence[bytes]) -> None:
+        """Note a use of entries that were served from elsewhere, the first as the latest."""
         ...
 
     def count_blocks(self, digests: Sequence[bytes]) -> int:
@@ -90,17 +104,21 @@ class SlowTier(Protocol):
         ...
 
     def clear(self) -> None:
-        """Forget everything; what was put before is not found after this returns."""
+        """Forget everything; what was put before is not found after this returns.
+
+        That holds after a restart and for other processes too, unless one of them holds a lock for
+        long; then it comes to hold there as soon as the lock is given back.
+        """
         ...
 
     def flush(self) -> None:
-        """Block until everything put before is written, or given up."""
+        """Block until everything put before is written, or given up, and what is cleared is gone."""
         ...
 
     def stats(self) -> dict[str, int | float]:
-        """Counters by name."""
+        """Counters by name, at once. May be called from any thread."""
         ...
 
     def close(self) -> None:
-        """Flush and end the threads. Idempotent."""
+        """Flush and end the threads, or give up what takes too long. Idempotent."""
         ...

@@ -130,7 +130,10 @@ class FakeSlowTier:
         entries: What is kept, by digest.
         damaged: Digests of entries that can be found and not be read.
         readings: All readings, in order.
+        room: Bytes that may wait to be written; None for any number. What is put stays in it.
+        touched: What was touched, in order.
         num_puts: How many entries were handed in.
+        num_dropped: How many of them had no room.
         closed: Whether it was closed.
     """
 
@@ -139,14 +142,30 @@ class FakeSlowTier:
         self.entries: dict[bytes, Entry] = {}
         self.damaged: set[bytes] = set()
         self.readings: list[FakeReading] = []
+        self.room: int | None = None
+        self.touched: list[bytes] = []
         self.num_puts = 0
+        self.num_dropped = 0
         self.closed = False
 
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether so many bytes fit into ``room``."""
+        return self.room is None or num_bytes <= self.room
+
     def put(self, entry: Entry) -> None:
-        """Keep a copy."""
+        """Keep a copy, if there is room."""
         self.num_puts += 1
+        if not self.has_room(entry.num_bytes):
+            self.num_dropped += 1
+            return
+        if self.room is not None:
+            self.room -= entry.num_bytes
         arrays = tuple([array.copy() for array in entry.arrays])
         self.entries[entry.name.digest] = Entry(name=entry.name, arrays=arrays)
+
+    def touch(self, digests: Sequence[bytes]) -> None:
+        """Note it."""
+        self.touched.extend(digests)
 
     def count_blocks(self, digests: Sequence[bytes]) -> int:
         """How many are kept, without a gap."""
