@@ -18,6 +18,7 @@ from treadle_cache.disk.testing import (
     make_entry,
     same_entry,
 )
+from treadle_cache.disk.tier import MAX_TOUCHES_WAITING
 from treadle_cache.entries import Entry
 from treadle_core.errors import InvalidRequest, Unsupported
 
@@ -155,30 +156,32 @@ def test_an_entry_that_cannot_be_written_is_counted(make: Make) -> None:
 # The queue
 
 
-def test_put_waits_while_too_much_is_waiting(make: Make, gate: Gate) -> None:
+def test_put_never_waits_and_drops_what_has_no_room(make: Make, gate: Gate) -> None:
     tier = make(WatchedFiles(before=gate), queue_bytes=7000)
+    assert tier.has_room(7000)
     put(tier, [0, 1])
     assert gate.reached.wait(20)
-    done = Event()
-
-    def put_more() -> None:
-        put(tier, [2, 3])
-        done.set()
-
-    thread = Thread(target=put_more)
-    thread.start()
-    assert not done.wait(0.1)
+    assert not tier.has_room(3000)
+    put(tier, [1, 2, 3])
     assert tier.stats()["waiting_bytes"] <= 7000
+    assert tier.stats()["dropped_full"] == 2
     gate.opened.set()
-    assert done.wait(20)
-    thread.join()
     tier.flush()
-    assert tier.present(digests(range(4))) == set(digests(range(4)))
+    assert tier.present(digests(range(4))) == set(digests(range(2)))
+    assert tier.has_room(7000)
+
+
+def test_what_would_be_dropped_anyway_has_room(make: Make) -> None:
+    tier = make(queue_bytes=10)
+    tier.close()
+    assert tier.has_room(1 << 40)
 
 
 def test_an_entry_larger_than_the_queue_is_written(make: Make) -> None:
     tier = make(queue_bytes=10)
-    put(tier, [0, 1])
+    put(tier, [0])
+    tier.flush()
+    put(tier, [1])
     tier.flush()
     assert tier.stats()["written"] == 2
 
@@ -278,6 +281,7 @@ def test_nothing_is_found_after_a_clear_nor_after_a_restart(make: Make, tmp_path
     tier.clear()
     assert tier.present(digests(range(40))) == set()
     assert read(tier, range(40)) == [None] * 40
+    tier.flush()
     assert not list((tmp_path / "tier").rglob("*.safetensors"))
     put(tier, [3])
     tier.close()
@@ -339,7 +343,7 @@ def test_the_limit_holds_at_every_instant(make: Make, tmp_path: Path) -> None:
 
 
 def test_the_least_recently_used_goes_first(make: Make) -> None:
-    tier = make(capacity_bytes=3 << 20)
+    tier = make(capacity_bytes=2_900_000)
     put(tier, range(6), num_bytes=300_000)
     tier.flush()
     read(tier, [0, 1])
@@ -350,6 +354,28 @@ def test_the_least_recently_used_goes_first(make: Make) -> None:
     assert tier.stats()["evicted"] >= 1
     assert set(digests([0, 1, 6, 7, 8])) <= kept
     assert digest_of(2) not in kept
+
+
+def test_a_use_elsewhere_is_a_use(make: Make) -> None:
+    tier = make(capacity_bytes=2_900_000)
+    put(tier, range(6), num_bytes=300_000)
+    tier.flush()
+    tier.touch(digests([0, 1, 99]))
+    tier.flush()
+    put(tier, range(6, 9), num_bytes=300_000)
+    tier.flush()
+    kept = tier.present(digests(range(9)))
+    assert set(digests([0, 1, 8])) <= kept
+    assert digest_of(2) not in kept
+
+
+def test_uses_that_wait_are_bounded(make: Make, gate: Gate) -> None:
+    tier = make(WatchedFiles(before=gate))
+    put(tier, [0])
+    assert gate.reached.wait(20)
+    tier.touch(digests(range(MAX_TOUCHES_WAITING + 5)))
+    tier.touch(digests(range(100, 200)))
+    assert tier.stats()["touches_dropped"] == 5
 
 
 def test_an_entry_goes_after_what_hangs_on_it(make: Make) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from treadle_cache.disk.catalog import State
+from treadle_cache.disk.catalog import IS_FOUND
 from treadle_cache.disk.counters import Counters
 from treadle_cache.disk.files import Files, Found, RealFiles, tree_bytes
 from treadle_cache.disk.format import Damaged, Reason, decode
@@ -163,6 +163,8 @@ def clear(directory: str | Path) -> Cleared:
         shelf.open()
         num_entries = shelf.catalog.figure("num_ready")
         shelf.clear()
+        while shelf.remove_cleared():
+            pass
     return Cleared(
         num_entries=num_entries, freed_bytes=max(0, before - tree_bytes(RealFiles(), root))
     )
@@ -212,7 +214,7 @@ def _entry_files(files: Files, layout: Layout) -> Iterator[tuple[Path, Found]]:
 def _last_uses(layout: Layout) -> dict[bytes, float]:
     """When each entry of the index was last used, in seconds; none if it cannot be read."""
     # Not mode=ro: such a connection leaves the files of the log behind when it closes.
-    query = f"SELECT digest, used FROM entries WHERE state = {State.READY:d}"
+    query = f"SELECT digest, used FROM entries WHERE {IS_FOUND}"
     try:
         with closing(
             sqlite3.connect(f"{layout.index.absolute().as_uri()}?mode=rw", uri=True)

@@ -16,7 +16,7 @@ from msgspec import Struct, ValidationError, convert
 
 from treadle_cache.entries import EntryName
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 # One more page of the log costs no more than reading it; a short log keeps the byte limit tight.
 LOG_PAGES = 64
@@ -29,6 +29,8 @@ FAR_MICROSECONDS = 86_400_000_000
 
 READ_TIMEOUT_SECONDS = 1.0
 WRITE_TIMEOUT_SECONDS = 30.0
+# For changes that somebody waits for who must not wait long.
+HASTE_TIMEOUT_SECONDS = 0.2
 
 _SCHEMA = f"""
 BEGIN IMMEDIATE;
@@ -41,10 +43,13 @@ CREATE TABLE entries (
     num_bytes INTEGER NOT NULL,
     used INTEGER NOT NULL,
     state INTEGER NOT NULL,
-    owner TEXT
+    owner TEXT,
+    epoch INTEGER NOT NULL,
+    num_children INTEGER NOT NULL
 ) WITHOUT ROWID;
 CREATE INDEX entries_by_parent ON entries (parent, kind);
-CREATE INDEX entries_by_use ON entries (used);
+CREATE INDEX entries_by_use ON entries (epoch, used);
+CREATE INDEX leaves_by_use ON entries (epoch, used) WHERE state = 1 AND num_children = 0;
 CREATE TABLE figures (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 INSERT INTO figures VALUES ('num_bytes', 0), ('num_ready', 0), ('epoch', {{epoch}});
 CREATE TRIGGER entry_added AFTER INSERT ON entries BEGIN
@@ -53,11 +58,20 @@ END;
 CREATE TRIGGER entry_added_ready AFTER INSERT ON entries WHEN new.state = 1 BEGIN
     UPDATE figures SET value = value + 1 WHERE name = 'num_ready';
 END;
+CREATE TRIGGER entry_added_child AFTER INSERT ON entries BEGIN
+    UPDATE entries SET num_children = num_children + 1
+    WHERE digest = new.parent AND epoch = new.epoch;
+END;
 CREATE TRIGGER entry_removed AFTER DELETE ON entries BEGIN
     UPDATE figures SET value = value - old.num_bytes WHERE name = 'num_bytes';
 END;
 CREATE TRIGGER entry_removed_ready AFTER DELETE ON entries WHEN old.state = 1 BEGIN
-    UPDATE figures SET value = value - 1 WHERE name = 'num_ready';
+    UPDATE figures SET value = value - 1 WHERE name = 'num_ready'
+    AND old.epoch = (SELECT value FROM figures WHERE name = 'epoch');
+END;
+CREATE TRIGGER entry_removed_child AFTER DELETE ON entries BEGIN
+    UPDATE entries SET num_children = num_children - 1
+    WHERE digest = old.parent AND epoch = old.epoch;
 END;
 CREATE TRIGGER entry_changed AFTER UPDATE OF state ON entries BEGIN
     UPDATE figures SET value = value + (new.state = 1) - (old.state = 1) WHERE name = 'num_ready';
@@ -66,6 +80,10 @@ PRAGMA user_version = {SCHEMA_VERSION};
 COMMIT;
 """
 
+
+# An entry of an earlier epoch was cleared; its file may still be there.
+_CURRENT = "(SELECT value FROM figures WHERE name = 'epoch')"
+IS_FOUND = f"state = 1 AND epoch = {_CURRENT}"
 
 # What may pass, or what another index would meet as well.
 _PASSING = {
@@ -87,13 +105,11 @@ class IndexGone(sqlite3.OperationalError):
 class State(IntEnum):
     """Where a row stands.
 
-    WRITING: its bytes are set aside, its file is on its way. READY: its file is there. DEAD: it
-    was cleared, and its file may still be there.
+    WRITING: its bytes are set aside, its file is on its way. READY: its file is there.
     """
 
     WRITING = 0
     READY = 1
-    DEAD = 2
 
 
 def is_damage(error: sqlite3.Error) -> bool:
@@ -113,6 +129,7 @@ class Row(Struct, frozen=True, kw_only=True):
         used: When it was last used, in microseconds since the epoch.
         state: Where it stands.
         owner: Who is writing it; None for nobody.
+        epoch: The epoch that it belongs to; of an earlier one, it was cleared.
     """
 
     name: EntryName
@@ -120,6 +137,7 @@ class Row(Struct, frozen=True, kw_only=True):
     used: int
     state: State
     owner: str | None
+    epoch: int
 
 
 class Catalog:
@@ -161,21 +179,20 @@ class Catalog:
 
     def present(self, digests: Sequence[bytes]) -> set[bytes]:
         """Which of ``digests`` have a file."""
-        query = f"SELECT digest FROM entries WHERE state = {State.READY:d} AND digest IN "
+        query = f"SELECT digest FROM entries WHERE {IS_FOUND} AND digest IN "
         return {cast("bytes", digest) for (digest,) in self._among(query, digests)}
 
     def checkpoints(self, parents: Sequence[bytes]) -> list[EntryName]:
         """Checkpoints with a file that hang on any of ``parents``."""
         query = (
             "SELECT digest, kind, root, parent, num_tokens FROM entries "
-            f"WHERE state = {State.READY:d} AND kind = 'checkpoint' AND parent IN "
+            f"WHERE {IS_FOUND} AND kind = 'checkpoint' AND parent IN "
         )
         return [_name(*values) for values in self._among(query, parents)]
 
-    def find(self, digest: bytes) -> Row | None:
-        """The row of a digest."""
-        with self._reading:
-            return _find(self._reader, digest)
+    def has(self, digest: bytes) -> bool:
+        """Whether a digest has a file."""
+        return bool(self.present([digest]))
 
     def rows(self) -> list[Row]:
         """All rows, the least recently used first."""
@@ -184,11 +201,11 @@ class Catalog:
 
     def figure(self, name: str) -> int:
         """``num_bytes`` of all rows, ``num_ready`` entries, or the ``epoch`` that clears change."""
-        with self._reading:
+        with self._reading, _damage_translated():
             return _figure(self._reader, name)
 
     def _among(self, query: str, values: Sequence[bytes]) -> Iterator[tuple[Any, ...]]:
-        with self._reading:
+        with self._reading, _damage_translated():
             for start in range(0, len(values), CHUNK):
                 chunk = values[start : start + CHUNK]
                 marks = ",".join("?" * len(chunk))
@@ -199,14 +216,18 @@ class Catalog:
     @contextmanager
     def changing(self) -> Generator["Change"]:
         """A transaction: all of it, or none if the body raises. One at a time, over processes."""
-        with self._changing:
-            self._writer.execute("BEGIN IMMEDIATE")
-            try:
-                yield Change(self._writer)
-            except BaseException:
-                self._writer.rollback()
-                raise
-            self._writer.commit()
+        with self._changing, _transaction(self._writer) as change:
+            yield change
+
+    @contextmanager
+    def changing_in_haste(self) -> Generator["Change"]:
+        """As :meth:`changing`, for one who would rather have an error than wait for others."""
+        # Not the writer's connection: whoever uses that may be waiting for the disk.
+        with (
+            closing(_connect(self._path, HASTE_TIMEOUT_SECONDS)) as connection,
+            _transaction(connection) as change,
+        ):
+            yield change
 
 
 class Change:
@@ -235,7 +256,8 @@ class Change:
         """Add a row for a digest that has none."""
         name = row.name
         self._connection.execute(
-            "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, "
+            "(SELECT count(*) FROM entries WHERE parent = ? AND epoch = ?))",
             (
                 name.digest,
                 name.kind,
@@ -246,6 +268,9 @@ class Change:
                 row.used,
                 int(row.state),
                 row.owner,
+                row.epoch,
+                name.digest,
+                row.epoch,
             ),
         )
 
@@ -263,23 +288,30 @@ class Change:
         """Say that the file of a row is there, if the row still says that ``owner`` writes it."""
         cursor = self._connection.execute(
             f"UPDATE entries SET state = {State.READY:d}, owner = NULL "
-            f"WHERE digest = ? AND owner = ? AND state = {State.WRITING:d}",
+            f"WHERE digest = ? AND owner = ? AND state = {State.WRITING:d} AND epoch = {_CURRENT}",
             (digest, owner),
         )
         return cursor.rowcount == 1
 
-    def kill_all(self) -> None:
-        """Mark every row dead, and start another epoch."""
-        self._connection.execute(f"UPDATE entries SET state = {State.DEAD:d}")
-        self._connection.execute(
-            "UPDATE figures SET value = ? WHERE name = 'epoch'", (_new_epoch(),)
-        )
+    def start_epoch(self) -> int:
+        """Start another epoch, and return it: no row is found any more, each counts its bytes."""
+        epoch = _new_epoch()
+        self._connection.execute("UPDATE figures SET value = 0 WHERE name = 'num_ready'")
+        self._connection.execute("UPDATE figures SET value = ? WHERE name = 'epoch'", (epoch,))
+        return epoch
 
-    def remove_dead(self) -> None:
-        """Remove the dead rows that nobody was writing."""
-        self._connection.execute(
-            f"DELETE FROM entries WHERE state = {State.DEAD:d} AND owner IS NULL"
-        )
+    def cleared(self, most: int) -> list[Row]:
+        """Rows of earlier epochs that nobody is writing."""
+        found: list[Row] = []
+        # Each side can use the order of the index, which "!=" cannot.
+        for side in "<>":
+            values = self._connection.execute(
+                f"SELECT {_COLUMNS} FROM entries "
+                f"WHERE epoch {side} {_CURRENT} AND owner IS NULL LIMIT ?",
+                (most - len(found),),
+            )
+            found += [_row(it) for it in values.fetchall()]
+        return found
 
     def touch(self, digests: Sequence[bytes], now: int) -> None:
         """Note a use of ``digests``, the first of them as the latest."""
@@ -291,7 +323,9 @@ class Change:
 
     def next_use(self, now: int, step: int = 1) -> int:
         """A moment after the latest use of any row, if there is one; ``now`` otherwise."""
-        (last,) = self._connection.execute("SELECT max(used) FROM entries").fetchone()
+        (last,) = self._connection.execute(
+            f"SELECT max(used) FROM entries WHERE epoch = {_CURRENT}"
+        ).fetchone()
         # A clock that was put back for good, or a damaged row, is not followed.
         if not isinstance(last, int) or last > now + FAR_MICROSECONDS:
             return now
@@ -305,23 +339,28 @@ class Change:
         )
         self._connection.execute(
             f"UPDATE figures SET value = "
-            f"(SELECT count(*) FROM entries WHERE state = {State.READY:d}) WHERE name = 'num_ready'"
+            f"(SELECT count(*) FROM entries WHERE {IS_FOUND}) WHERE name = 'num_ready'"
+        )
+        count = (
+            "(SELECT count(*) FROM entries AS child "
+            "WHERE child.parent = entries.digest AND child.epoch = entries.epoch)"
+        )
+        self._connection.execute(
+            f"UPDATE entries SET num_children = {count} WHERE num_children != {count}"
         )
 
     def oldest(self, keep: bytes) -> Row | None:
         """The least recently used entry on which none hangs, ``keep`` aside."""
         values = self._connection.execute(
-            f"SELECT {_COLUMNS} FROM entries AS entry "
-            f"WHERE state = {State.READY:d} AND digest != ? AND NOT EXISTS ("
-            "SELECT 1 FROM entries AS child WHERE child.parent = entry.digest "
-            f"AND child.state != {State.DEAD:d}) ORDER BY used LIMIT 1",
+            f"SELECT {_COLUMNS} FROM entries WHERE {IS_FOUND} AND num_children = 0 "
+            "AND digest != ? ORDER BY used LIMIT 1",
             (keep,),
         ).fetchone()
         return None if values is None else _row(values)
 
 
 _NAME_FIELDS = ("digest", "kind", "root", "parent", "num_tokens")
-_ROW_FIELDS = ("num_bytes", "used", "state", "owner")
+_ROW_FIELDS = ("num_bytes", "used", "state", "owner", "epoch")
 _COLUMNS = ", ".join((*_NAME_FIELDS, *_ROW_FIELDS))
 
 
@@ -333,7 +372,8 @@ def open_catalog(path: Path) -> Catalog:
     """
     writer = _connect(path, WRITE_TIMEOUT_SECONDS)
     try:
-        _check(writer)
+        with _damage_translated():
+            _check(writer)
         reader = _connect(path, READ_TIMEOUT_SECONDS)
         return Catalog(path, path.stat().st_ino, reader, writer)
     except BaseException:
@@ -341,12 +381,25 @@ def open_catalog(path: Path) -> Catalog:
         raise
 
 
+@contextmanager
+def _transaction(connection: sqlite3.Connection) -> Generator[Change]:
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        with _damage_translated():
+            yield Change(connection)
+    except BaseException:
+        connection.rollback()
+        raise
+    connection.commit()
+
+
 def _connect(path: Path, timeout: float) -> sqlite3.Connection:
     connection = sqlite3.connect(
         path, timeout=timeout, isolation_level=None, check_same_thread=False
     )
     try:
-        connection.execute("PRAGMA journal_mode = WAL")
+        with _damage_translated():
+            connection.execute("PRAGMA journal_mode = WAL")
         # kill -9 costs nothing here. A power cut may damage the index; then it is made anew from
         # the files, which would cost a hundred times less than waiting for the device each time.
         connection.execute("PRAGMA synchronous = OFF")
@@ -421,5 +474,6 @@ def _damage_translated() -> Generator[None]:
     """A value that a row cannot have means that the index is damaged."""
     try:
         yield
-    except ValidationError as error:
+    except (ValidationError, UnicodeDecodeError) as error:
+        # The latter comes from messages of SQLite that quote the damage.
         raise sqlite3.DatabaseError(f"the index is damaged: {error}") from error

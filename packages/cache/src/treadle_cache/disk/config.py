@@ -15,13 +15,14 @@ class DiskConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         directory: Where the files lie; made if it is not there. Several processes may share it.
         capacity_bytes: Most bytes of all files in it: entries of all namespaces, files that are
             being written, the index and the quarantine.
-        queue_bytes: Most bytes that wait to be written; ``put`` blocks beyond that.
+        queue_bytes: Most bytes that wait to be written; ``put`` drops what comes beyond that.
         min_free_bytes: Bytes of the file system that are left to others.
         quarantine_bytes: Most bytes of damaged files that are kept for people to look at, and at
             most an eighth of the capacity; 0 removes them at once.
         sync_bytes: Most bytes written whose loss a power cut may cause while writing goes on.
         max_failures: Failed writes in a row after which nothing is written for a while.
         retry_seconds: How long that while is.
+        close_seconds: Longest that ``close`` waits for what is unwritten.
     """
 
     directory: str
@@ -32,6 +33,7 @@ class DiskConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sync_bytes: int = 256 << 20
     max_failures: int = 3
     retry_seconds: float = 60.0
+    close_seconds: float = 30.0
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -47,3 +49,4 @@ class DiskConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         check_int("sync_bytes", self.sync_bytes, 1)
         check_int("max_failures", self.max_failures, 1)
         check_float("retry_seconds", self.retry_seconds, 0.0, 1e9)
+        check_float("close_seconds", self.close_seconds, 0.0, 1e6)

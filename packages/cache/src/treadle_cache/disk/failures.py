@@ -37,6 +37,12 @@ def needs_order(error: OSError | sqlite3.Error) -> bool:
     return reason_of(error) == "directory_gone"
 
 
+def is_lock(error: OSError | sqlite3.Error) -> bool:
+    """Whether somebody held a lock for too long."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    return code in {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+
+
 class Breaker:
     """Counts failures in a row; open means that nothing is tried. Not for several threads at once.
 

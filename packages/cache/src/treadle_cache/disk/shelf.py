@@ -10,7 +10,7 @@ adopted or removed when the directory is next put in order.
 """
 
 import sqlite3
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
@@ -62,6 +62,9 @@ from treadle_cache.entries import Entry, EntryName
 INDEX_SLACK_BYTES = 256 << 10
 """Room that is kept for what the index grows by between two looks at its size."""
 
+# Entries removed in one change, which holds up other processes.
+CLEARED_AT_ONCE = 32
+
 # A head of sixty arrays has some five thousand bytes.
 HEAD_GUESS_BYTES = 16 << 10
 
@@ -83,6 +86,18 @@ class Limits(Struct, frozen=True, kw_only=True):
     capacity_bytes: int
     min_free_bytes: int
     quarantine_bytes: int
+
+
+class Figures(Struct, frozen=True, kw_only=True):
+    """What is in a directory.
+
+    Attributes:
+        num_entries: Entries that can be found.
+        used_bytes: Bytes of all files.
+    """
+
+    num_entries: int = 0
+    used_bytes: int = 0
 
 
 class Shelf:
@@ -112,8 +127,12 @@ class Shelf:
         self._owner = token_hex(8)
         self._held: HeldLock | None = None
         self._catalog: Catalog | None = None
-        # Held while an entry is written, so that a clear here leaves none behind.
+        # Held while entries are written, so that the index is not put in order meanwhile.
         self._writing = Lock()
+        self._figures = Figures()
+        # Of the last look at the folders.
+        self._overhead = 0
+        self._are_names_synced = False
 
     # Opening
 
@@ -157,7 +176,23 @@ class Shelf:
         self._catalog = open_catalog(self._layout.index)
         self._put_in_order(self._catalog)
 
+    @property
+    def figures(self) -> Figures:
+        """What there was when it was last looked at. Asks nobody, and never raises."""
+        return self._figures
+
+    def look(self) -> None:
+        """Look at what other processes have changed."""
+        with self.catalog.changing() as change:
+            self._overhead_bytes()
+            self._look(change)
+
+    def _look(self, change: Change) -> None:
+        used_bytes = change.figure("num_bytes") + self._overhead
+        self._figures = Figures(num_entries=change.figure("num_ready"), used_bytes=used_bytes)
+
     def _let_go(self) -> None:
+        self._figures = Figures()
         self._close_catalog()
         held, self._held = self._held, None
         if held is not None:
@@ -192,6 +227,8 @@ class Shelf:
             self._remove_stale()
             if self._limits is not None:
                 self._shrink(change, self._limits)
+            self._overhead_bytes()
+            self._look(change)
 
     def _scan_entries(self) -> dict[bytes, Found]:
         """All entry files by digest. Files with other names are put away."""
@@ -211,13 +248,14 @@ class Shelf:
 
     def _check_rows(self, change: Change, found: dict[bytes, Found]) -> None:
         """Keep the rows that are right, and take their files out of ``found``."""
+        epoch = change.figure("epoch")
         for row in change.rows():
             digest = row.name.digest
             if row.owner is not None and self._is_alive(row.owner):
                 found.pop(digest, None)
-            elif row.state == State.DEAD:
+            elif row.epoch != epoch:
                 found.pop(digest, None)
-                self._remove_dead(change, digest)
+                self._remove_cleared(change, digest)
             elif row.state == State.WRITING:
                 change.remove(digest)
             elif self._has_size(found.get(digest), digest, row.num_bytes):
@@ -234,7 +272,7 @@ class Shelf:
                 return False
         return item.num_bytes == num_bytes
 
-    def _remove_dead(self, change: Change, digest: bytes) -> None:
+    def _remove_cleared(self, change: Change, digest: bytes) -> None:
         try:
             unlink_if_there(self._files, self._layout.entry(digest))
         except OSError:
@@ -244,6 +282,7 @@ class Shelf:
 
     def _check_orphans(self, change: Change, found: dict[bytes, Found]) -> None:
         """Adopt the files in ``found``, or put them away."""
+        epoch = change.figure("epoch")
         for digest, item in found.items():
             path = self._layout.entry(digest)
             try:
@@ -264,6 +303,7 @@ class Shelf:
                         used=item.modified_ns // 1000,
                         state=State.READY,
                         owner=None,
+                        epoch=epoch,
                     )
                 )
 
@@ -285,30 +325,31 @@ class Shelf:
 
     # Room
 
-    def used_bytes(self) -> int:
-        """Bytes of all files, those set aside included."""
-        return self.catalog.figure("num_bytes") + self._overhead_bytes()
-
     def _overhead_bytes(self) -> int:
-        """Bytes of files that have no row: index, quarantine, what a clear is removing."""
+        """Bytes of files that have no row: index and quarantine."""
         total = 0
         for item in self._files.scan(self._layout.root):
-            if item.name.startswith(CLEARED_PREFIX) or item.name == self._layout.quarantine.name:
+            if item.name == self._layout.quarantine.name:
                 total += tree_bytes(self._files, self._layout.root / item.name)
             elif not item.is_directory:
                 total += item.num_bytes
+        self._overhead = total
         return total
 
     def _shrink(self, change: Change, limits: Limits) -> bool:
-        return self._make_room(change, limits, 0, b"") is None
+        return self._make_room(change, limits, 0, b"", 0) is None
 
     def _make_room(
-        self, change: Change, limits: Limits, num_bytes: int, keep: bytes
+        self, change: Change, limits: Limits, num_bytes: int, keep: bytes, begun: int
     ) -> Outcome | None:
-        """Evict until ``num_bytes`` more fit; None when they do. Never evicts ``keep``."""
+        """Evict until ``num_bytes`` more fit; None when they do. Never evicts ``keep``.
+
+        ``begun`` bytes count already, but the file system does not know of them yet.
+        """
         ours = change.figure("num_bytes")
         budget = limits.capacity_bytes - INDEX_SLACK_BYTES - self._overhead_bytes() - num_bytes
-        free = self._files.free_bytes(self._layout.root) - limits.min_free_bytes - num_bytes
+        free = self._files.free_bytes(self._layout.root) - limits.min_free_bytes
+        free -= num_bytes + begun
         if budget < 0 and num_bytes:
             return "no_room"
         if free + ours < 0:
@@ -317,16 +358,25 @@ class Shelf:
             # Others have filled the file system: evicting all would not help.
             free = 0
         while ours > budget or free < 0:
-            victim = change.oldest(keep)
+            victim = self._victim(change, keep)
             if victim is None:
                 return "no_room"
             # Rolled back if the file stays: its bytes go on counting.
-            unlink_if_there(self._files, self._layout.entry(victim.name.digest))
+            self._unlink_entry(victim.name.digest)
             change.remove(victim.name.digest)
-            self._counters.add("evicted")
             ours -= victim.num_bytes
             free += victim.num_bytes
         return None
+
+    def _victim(self, change: Change, keep: bytes) -> Row | None:
+        """What goes next: what was cleared, then what was not used for longest."""
+        cleared = change.cleared(1)
+        if cleared:
+            return cleared[0]
+        victim = change.oldest(keep)
+        if victim is not None:
+            self._counters.add("evicted")
+        return victim
 
     def shrink(self) -> bool:
         """Evict until the limits hold; whether they do."""
@@ -336,56 +386,81 @@ class Shelf:
 
     # Writing
 
-    def write(self, entry: Entry, epoch: int) -> Outcome:
-        """Write an entry that was put in ``epoch``.
+    def write(self, entries: Sequence[Entry], epoch: int) -> list[Outcome]:
+        """Write entries that were put in ``epoch``: the first, and as many more as go with it.
 
         Returns:
-            What became of it. After an exception nothing of it is left, as far as that can be.
+            What became of the first so many of them. After an exception nothing of any is left, as
+            far as that can be.
         """
-        try:
-            encoded = encode(entry)
-        except UnsupportedArray:
-            return "unsupported"
+        encoded = [_encoded(entry) for entry in entries]
         with self._writing:
-            refusal = self._set_aside(entry.name, encoded.num_bytes, epoch)
-            if refusal is not None:
-                return refusal
-            with self._giving_up(entry.name.digest):
-                self._write_file(entry.name.digest, encoded)
-                return self._finish(entry.name.digest)
+            outcomes = self._set_all_aside(entries, encoded, epoch)
+            files = [
+                (entry.name.digest, it)
+                for entry, it, outcome in zip(entries, encoded, outcomes, strict=False)
+                if it is not None and outcome is None
+            ]
+            if not files:
+                return [outcome for outcome in outcomes if outcome is not None]
+            results = self._write_files(files)
+        return _joined(outcomes, results)
 
     def touch(self, digests: list[bytes]) -> None:
         """Note a use of entries, the first of them as the latest."""
         with self.catalog.changing() as change:
             change.touch(digests, self._now())
 
-    def _set_aside(self, name: EntryName, num_bytes: int, epoch: int) -> Outcome | None:
-        """Make room for an entry and count its bytes from now on; or say why not."""
+    def _set_all_aside(
+        self, entries: Sequence[Entry], encoded: Sequence[Encoded | None], epoch: int
+    ) -> list[Outcome | None]:
+        """Set entries aside until one has no room beside those before it; None for each that is."""
+        outcomes: list[Outcome | None] = []
+        begun = 0
         with self.catalog.changing() as change:
             if change.figure("epoch") != epoch:
-                return "cleared"
-            row = change.find(name.digest)
-            if row is not None and self._is_kept(row):
-                change.touch([name.digest], self._now())
-                return "duplicate"
-            if row is not None:
-                # What is there of it goes first: its bytes are counted anew.
-                unlink_if_there(self._files, self._layout.entry(name.digest))
-                change.remove(name.digest)
-            if self._limits is not None:
-                refusal = self._make_room(change, self._limits, num_bytes, name.parent)
-                if refusal is not None:
-                    return refusal
-            used = change.next_use(self._now())
-            change.add(
-                Row(
-                    name=name,
-                    num_bytes=num_bytes,
-                    used=used,
-                    state=State.WRITING,
-                    owner=self._owner,
-                )
+                return ["cleared"] * len(entries)
+            for entry, it in zip(entries, encoded, strict=True):
+                if it is None:
+                    outcomes.append("unsupported")
+                    continue
+                outcome = self._set_aside(change, entry.name, it.num_bytes, begun)
+                if outcome in {"no_room", "no_free_space"} and begun:
+                    break
+                begun += it.num_bytes if outcome is None else 0
+                outcomes.append(outcome)
+        return outcomes
+
+    def _set_aside(
+        self, change: Change, name: EntryName, num_bytes: int, begun: int
+    ) -> Outcome | None:
+        """Make room for an entry and count its bytes from now on; or say why not.
+
+        ``begun`` bytes were set aside before in this change, and are not written yet.
+        """
+        row = change.find(name.digest)
+        epoch = change.figure("epoch")
+        if row is not None and row.epoch == epoch and self._is_kept(row):
+            change.touch([name.digest], self._now())
+            return "duplicate"
+        if row is not None:
+            # What is there of it goes first: its bytes are counted anew.
+            self._unlink_entry(name.digest)
+            change.remove(name.digest)
+        if self._limits is not None:
+            refusal = self._make_room(change, self._limits, num_bytes, name.parent, begun)
+            if refusal is not None:
+                return refusal
+        change.add(
+            Row(
+                name=name,
+                num_bytes=num_bytes,
+                used=change.next_use(self._now()),
+                state=State.WRITING,
+                owner=self._owner,
+                epoch=epoch,
             )
+        )
         return None
 
     def _is_kept(self, row: Row) -> bool:
@@ -407,26 +482,51 @@ class Shelf:
             self._files.make_directory(target.parent)
             self._files.rename(temp, target)
 
-    def _finish(self, digest: bytes) -> Outcome:
+    def _write_files(self, files: Sequence[tuple[bytes, Encoded]]) -> list[Outcome]:
+        """Write what was set aside, up to the first that fails; raises if that is the very first."""
+        num_written = 0
+        with self._giving_up([digest for digest, _ in files]):
+            for digest, encoded in files:
+                try:
+                    self._write_file(digest, encoded)
+                except OSError:
+                    if not num_written:
+                        raise
+                    break
+                num_written += 1
+            return self._finish([digest for digest, _ in files], num_written)
+
+    def _finish(self, digests: Sequence[bytes], num_written: int) -> list[Outcome]:
+        outcomes: list[Outcome] = []
         with self.catalog.changing() as change:
-            if change.mark_ready(digest, self._owner):
-                return "written"
-            # Cleared while it was written. Its row, dead, keeps the file from being adopted.
-            unlink_if_there(self._files, self._layout.entry(digest))
-            change.remove_of(digest, self._owner)
-        return "cleared"
+            for digest in digests[:num_written]:
+                is_ready = change.mark_ready(digest, self._owner)
+                if not is_ready:
+                    # Cleared meanwhile. Its row keeps the file from being adopted.
+                    self._take_back(change, digest)
+                outcomes.append("written" if is_ready else "cleared")
+            for digest in digests[num_written:]:
+                self._take_back(change, digest)
+            self._look(change)
+        return outcomes
+
+    def _take_back(self, change: Change, digest: bytes) -> None:
+        unlink_if_there(self._files, self._layout.unfinished(self._owner, digest))
+        self._unlink_entry(digest)
+        change.remove_of(digest, self._owner)
 
     @contextmanager
-    def _giving_up(self, digest: bytes) -> Generator[None]:
-        """Remove what is there of an entry if the body fails."""
+    def _giving_up(self, digests: Sequence[bytes]) -> Generator[None]:
+        """Remove what is there of entries if the body fails."""
         try:
             yield
         except (OSError, sqlite3.Error):
             with suppress(OSError, sqlite3.Error):
-                unlink_if_there(self._files, self._layout.unfinished(self._owner, digest))
+                for digest in digests:
+                    unlink_if_there(self._files, self._layout.unfinished(self._owner, digest))
                 with self.catalog.changing() as change:
-                    unlink_if_there(self._files, self._layout.entry(digest))
-                    change.remove_of(digest, self._owner)
+                    for digest in digests:
+                        self._take_back(change, digest)
             raise
 
     def sync(self, digests: list[bytes]) -> None:
@@ -440,8 +540,7 @@ class Shelf:
 
     def read(self, digest: bytes) -> Entry | None:
         """An entry, or None for one that is gone or damaged, which is counted and put away."""
-        row = self.catalog.find(digest)
-        if row is None or row.state != State.READY:
+        if not self.catalog.has(digest):
             self._counters.add("missing")
             return None
         path = self._layout.entry(digest)
@@ -465,7 +564,14 @@ class Shelf:
         with self.catalog.changing() as change:
             if reason is not None:
                 self._put_away(path, reason)
+            elif self._is_there(change, digest):
+                return
             change.remove(digest)
+
+    def _is_there(self, change: Change, digest: bytes) -> bool:
+        """Whether a file that was missing was cleared or written anew meanwhile."""
+        row = change.find(digest)
+        return row is not None and (row.epoch != change.figure("epoch") or self._is_kept(row))
 
     # Quarantine
 
@@ -509,24 +615,89 @@ class Shelf:
 
     # Clearing
 
-    def clear(self) -> None:
-        """Remove all entries, also those that other processes are writing now."""
-        with self._writing, locked(self._layout.lock):
-            catalog = self.catalog
-            with catalog.changing() as change:
-                change.kill_all()
-            self._remove_entries()
-            with catalog.changing() as change:
-                change.remove_dead()
+    def clear(self, *, in_haste: bool = False) -> int:
+        """Make sure that nothing is found any more, and return the new epoch.
 
-    def _remove_entries(self) -> None:
-        """Take the folder of the entries away at once, then remove it file by file."""
-        cleared = self._layout.cleared(token_hex(8))
-        self._files.rename(self._layout.entries, cleared)
+        That holds for what other processes are writing too, and for whoever opens the directory
+        later. The files are left to :meth:`remove_cleared`, and count until then.
+
+        Args:
+            in_haste: Raise rather than wait long for others; otherwise it may take long.
+        """
+        catalog = self.catalog
+        with catalog.changing_in_haste() if in_haste else catalog.changing() as change:
+            epoch = change.start_epoch()
+            try:
+                self._take_away()
+            except OSError as error:
+                failure = error
+            else:
+                failure = None
+            self._look(change)
+        # Only now: the epoch has changed all the same.
+        if failure is not None:
+            raise failure
+        return epoch
+
+    def _take_away(self) -> None:
+        """Move the entries, so that they are not adopted if the index is lost."""
+        with suppress(FileNotFoundError):
+            self._files.rename(self._layout.entries, self._layout.cleared(token_hex(8)))
         self._files.make_directory(self._layout.entries)
-        # Otherwise a power cut could bring the entries back.
-        self._files.sync(self._layout.root)
-        remove_tree(self._files, cleared)
+
+    def remove_cleared(self) -> bool:
+        """Remove some files of what was cleared; whether there may be more."""
+        folders = self._cleared_folders()
+        if folders and not self._are_names_synced:
+            # Otherwise a power cut could bring the entries back.
+            self._files.sync(self._layout.root)
+            self._are_names_synced = True
+        with self.catalog.changing() as change:
+            rows = change.cleared(CLEARED_AT_ONCE)
+            for row in rows:
+                self._unlink_entry(row.name.digest, folders)
+                change.remove(row.name.digest)
+            self._look(change)
+        if rows:
+            return True
+        for folder in folders:
+            remove_tree(self._files, folder)
+        self._are_names_synced = False
+        return False
+
+    def _cleared_folders(self) -> list[Path]:
+        return [
+            self._layout.root / item.name
+            for item in self._files.scan(self._layout.root)
+            if item.name.startswith(CLEARED_PREFIX)
+        ]
+
+    def _unlink_entry(self, digest: bytes, folders: Sequence[Path] | None = None) -> None:
+        """Remove the file of an entry, wherever a clear may have moved it."""
+        path = self._layout.entry(digest)
+        unlink_if_there(self._files, path)
+        for folder in self._cleared_folders() if folders is None else folders:
+            unlink_if_there(self._files, folder / path.relative_to(self._layout.entries))
+
+
+def _encoded(entry: Entry) -> Encoded | None:
+    try:
+        return encode(entry)
+    except UnsupportedArray:
+        return None
+
+
+def _joined(outcomes: Sequence[Outcome | None], results: Sequence[Outcome]) -> list[Outcome]:
+    """``outcomes`` with each None replaced by the next result, as far as these reach."""
+    joined: list[Outcome] = []
+    left = iter(results)
+    for known in outcomes:
+        outcome = known or next(left, None)
+        if outcome is None:
+            # What comes after a file that could not be written is left for the next time.
+            break
+        joined.append(outcome)
+    return joined
 
 
 def read_head(files: Files, path: Path) -> Head:

@@ -5,6 +5,8 @@ import sqlite3
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from threading import Condition, Thread
 
@@ -12,9 +14,9 @@ from msgspec import Struct
 
 from treadle_cache.disk.config import DiskConfig
 from treadle_cache.disk.counters import Counters
-from treadle_cache.disk.failures import DISK_ERRORS, Breaker, needs_order, reason_of
+from treadle_cache.disk.failures import DISK_ERRORS, Breaker, is_lock, needs_order, reason_of
 from treadle_cache.disk.files import Files, RealFiles
-from treadle_cache.disk.shelf import Limits, Outcome, Shelf
+from treadle_cache.disk.shelf import Figures, Limits, Outcome, Shelf
 from treadle_cache.entries import Entry, EntryName, SlowTier
 from treadle_core.clock import SystemClock
 from treadle_core.errors import Unsupported
@@ -24,6 +26,17 @@ logger = logging.getLogger(__name__)
 
 # Uses noted in one transaction; each may change a page or two of the index.
 MAX_TOUCHED = 32
+
+# Uses that wait to be noted; what comes beyond ages a little early.
+MAX_TOUCHES_WAITING = 8192
+
+# Entries that share the two transactions which each would need alone. Large ones would gain less
+# by that than they lose when their bytes leave the processor's cache between checksum and writing.
+BATCH_ENTRIES = 8
+BATCH_BYTES = 2 << 20
+
+# Longest that a clear holds up who calls it.
+CLEAR_SECONDS = 0.3
 
 
 class _Waiting(Struct, frozen=True):
@@ -70,12 +83,14 @@ class DiskReading:
         self.is_wanted = False
 
     def finish(self, entries: list[Entry | None]) -> None:
-        """Deliver. For the tier, which holds ``changed``."""
-        self._entries = entries
-        self._changed.notify_all()
+        """Deliver, unless something was delivered before. For the tier, which holds ``changed``."""
+        if self._entries is None:
+            self._entries = entries
+            self._changed.notify_all()
 
     def give_up(self) -> None:
         """Deliver nothing. For the tier, which holds ``changed``."""
+        self.is_wanted = False
         self.finish([None] * len(self.digests))
 
 
@@ -87,6 +102,9 @@ class DiskTier(SlowTier):
     cut the last entries may be missing or torn; a torn one is recognised by its checksum. Files are
     brought to the device when nothing waits to be written, after ``sync_bytes`` at the latest, and
     by ``close``.
+
+    No thread but its own waits for the disk to take anything. One thread makes all look-ups and
+    changes; :meth:`stats` may be called from any.
 
     No method raises. What fails is a miss and counted; when writing fails again and again, nothing
     is written until a later attempt succeeds.
@@ -123,17 +141,25 @@ class DiskTier(SlowTier):
         # Guards all that follows.
         self._changed = Condition()
         self._breaker = Breaker(config.max_failures, config.retry_seconds, self._clock)
+        self._epoch_seen = self._shelf.catalog.figure("epoch")
         self._waiting = OrderedDict[bytes, _Waiting]()
         self._waiting_bytes = 0
-        self._touched = deque[bytes]()
+        self._touched = OrderedDict[bytes, None]()
         self._unsynced = dict[bytes, int]()
         self._readings = deque[DiskReading]()
-        self._num_open = 0
+        self._current: DiskReading | None = None
         self._num_read = 0
         self._num_seen = 0
         self._num_clears = 0
+        # Until a clear is done, and for as long as it cannot be, nothing is looked up.
         self._must_clear = False
+        # Whether the writer is to try to.
+        self._may_clear = False
+        self._must_remove = False
+        self._must_look = False
         self._is_closed = False
+        self._is_dead = False
+        self._is_given_up = False
         self._threads = [
             Thread(target=self._write_all, name="treadle-disk-writer", daemon=True),
             Thread(target=self._read_all, name="treadle-disk-reader", daemon=True),
@@ -152,16 +178,37 @@ class DiskTier(SlowTier):
 
     # Putting
 
-    def put(self, entry: Entry) -> None:
-        """Keep an entry, later; blocks while too much is waiting to be written."""
-        self._retry_clear()
-        epoch = self._epoch()
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether ``put`` would take so many bytes without exceeding what may wait."""
         with self._changed:
-            self._changed.wait_for(lambda: self._takes(entry.num_bytes))
-            if self._is_closed or self._must_clear or self._is_paused():
+            return self._is_off() or self._fits(num_bytes)
+
+    def put(self, entry: Entry) -> None:
+        """Keep an entry, later. Without room it is taken only if nothing else waits.
+
+        This asks neither disk nor index: if another process has cleared since the last look-up, the
+        entry counts as put before that, and is not kept.
+        """
+        with self._changed:
+            if self._is_off():
                 self._counters.add("dropped")
+            elif self._fits(entry.num_bytes) or self._is_waiting(entry.name.digest):
+                # What was put after a clear that is not done yet is written after it.
+                self._may_clear = self._must_clear
+                self._enqueue(_Waiting(entry, None if self._must_clear else self._epoch_seen))
             else:
-                self._enqueue(_Waiting(entry, epoch))
+                self._counters.add("dropped_full")
+
+    def _is_off(self) -> bool:
+        return self._is_closed or self._is_paused()
+
+    def _fits(self, num_bytes: int) -> bool:
+        is_small = self._waiting_bytes + num_bytes <= self._config.queue_bytes
+        return is_small or not self._waiting
+
+    def _is_waiting(self, digest: bytes) -> bool:
+        waiting = self._waiting.get(digest)
+        return waiting is not None and is_of(waiting, self._epoch_seen)
 
     def _enqueue(self, new: _Waiting) -> None:
         digest = new.entry.name.digest
@@ -175,11 +222,6 @@ class DiskTier(SlowTier):
         self._waiting_bytes += new.entry.num_bytes
         self._changed.notify_all()
 
-    def _takes(self, num_bytes: int) -> bool:
-        """Whether an entry need not wait, be it that it is dropped."""
-        fits = self._waiting_bytes + num_bytes <= self._config.queue_bytes
-        return fits or not self._waiting or self._is_closed or self._is_paused()
-
     def _is_paused(self) -> bool:
         """Whether nothing is written after failures; one entry at a time may try again."""
         if not self._breaker.is_open:
@@ -189,10 +231,13 @@ class DiskTier(SlowTier):
     def _epoch(self) -> int | None:
         """The number that every clear changes; None while the index cannot be read."""
         try:
-            return self._shelf.catalog.figure("epoch")
+            epoch = self._shelf.catalog.figure("epoch")
         except DISK_ERRORS:
             self._counters.add("index_errors")
-            return None
+            epoch = None
+        with self._changed:
+            self._epoch_seen = epoch
+        return epoch
 
     # Look-ups
 
@@ -206,12 +251,13 @@ class DiskTier(SlowTier):
         """Which of ``digests`` are kept or being written."""
         waiting = self._names_waiting()
         found = {digest for digest in digests if digest in waiting}
+        if self._is_hidden():
+            return found
         try:
-            kept = set[bytes]() if self._must_clear else self._shelf.catalog.present(digests)
+            return found | self._shelf.catalog.present(digests)
         except DISK_ERRORS:
             self._counters.add("index_errors")
             return found
-        return found | kept
 
     def checkpoints(self, parents: Sequence[bytes]) -> list[EntryName]:
         """Checkpoints that hang on any of ``parents``."""
@@ -222,15 +268,19 @@ class DiskTier(SlowTier):
             if name.kind == "checkpoint" and name.parent in wanted
         }
         try:
-            kept = [] if self._must_clear else self._shelf.catalog.checkpoints(parents)
+            kept = [] if self._is_hidden() else self._shelf.catalog.checkpoints(parents)
         except DISK_ERRORS:
             self._counters.add("index_errors")
             kept = []
         names.update((name.digest, name) for name in kept)
         return list(names.values())
 
+    def _is_hidden(self) -> bool:
+        """Whether what is on the disk is not to be found."""
+        return self._must_clear or self._is_closed
+
     def _names_waiting(self) -> dict[bytes, EntryName]:
-        epoch = self._epoch()
+        epoch = None if self._is_hidden() else self._epoch()
         with self._changed:
             return {
                 digest: waiting.entry.name
@@ -242,13 +292,13 @@ class DiskTier(SlowTier):
 
     def read(self, digests: Sequence[bytes]) -> DiskReading:
         """Begin to read entries, in the order given."""
-        reading = DiskReading(self._changed, digests, self._epoch(), self._num_clears)
+        epoch = None if self._is_hidden() else self._epoch()
+        reading = DiskReading(self._changed, digests, epoch, self._num_clears)
         with self._changed:
-            if self._is_closed or self._must_clear:
+            if self._is_hidden():
                 reading.give_up()
                 return reading
             self._readings.append(reading)
-            self._num_open += 1
             self._changed.notify_all()
         return reading
 
@@ -257,27 +307,35 @@ class DiskTier(SlowTier):
         with self._changed:
             # One that finished since the last call counts: it may not have been looked at yet.
             self._changed.wait_for(
-                lambda: self._num_read != self._num_seen or not self._num_open, seconds
+                lambda: self._num_read != self._num_seen or not self._is_reading(), seconds
             )
             self._num_seen = self._num_read
+
+    def _is_reading(self) -> bool:
+        return bool(self._readings) or not (self._current is None or self._current.done)
 
     def _read_all(self) -> None:
         """The reader thread."""
         try:
             while (reading := self._next_reading()) is not None:
                 self._deliver(reading)
-        finally:
-            # Whatever ended it, nobody is left waiting.
-            self._stop()
-            with self._changed:
-                while self._readings:
-                    self._readings.popleft().give_up()
-                self._num_open = 0
+        except Exception:  # noqa: BLE001 — whatever it is, the engine goes on without this tier
+            self._die()
 
     def _next_reading(self) -> DiskReading | None:
         with self._changed:
             self._changed.wait_for(lambda: self._readings or self._is_closed)
-            return self._readings[0] if self._readings else None
+            self._current = self._readings.popleft() if self._readings else None
+            return self._current
+
+    def _give_up_readings(self) -> None:
+        """Deliver nothing to anybody. With ``changed`` held."""
+        for reading in (*self._readings, self._current):
+            if reading is not None:
+                reading.give_up()
+        self._num_read += 1
+        self._readings.clear()
+        self._changed.notify_all()
 
     def _deliver(self, reading: DiskReading) -> None:
         started = self._clock.now()
@@ -287,14 +345,11 @@ class DiskTier(SlowTier):
         with self._changed:
             if self._num_clears != reading.num_clears or is_cleared:
                 entries = [None] * len(entries)
-            if self._readings and self._readings[0] is reading:
-                self._readings.popleft()
-            if not self._is_closed:
-                found = (entry.name.digest for entry in entries if entry is not None)
-                self._touched.extend(found)
-            self._num_open -= 1
+            self._current = None
+            self._note_uses([entry.name.digest for entry in entries if entry is not None])
             self._num_read += 1
             reading.finish(entries)
+            self._changed.notify_all()
 
     def _read(self, reading: DiskReading, digest: bytes) -> Entry | None:
         if not reading.is_wanted:
@@ -317,61 +372,112 @@ class DiskTier(SlowTier):
         try:
             while (step := self._next_step()) is not None:
                 step()
-        finally:
-            # Whatever ended it, nobody is left waiting.
-            self._stop()
-            with self._changed:
-                self._touched.clear()
-                self._forget_waiting()
+        except Exception:  # noqa: BLE001 — whatever it is, the engine goes on without this tier
+            self._die()
+        with self._changed:
+            self._forget_work()
+        # Here, because it may take as long as the disk likes.
+        with suppress(*DISK_ERRORS):
+            self._shelf.close()
+
+    def _die(self) -> None:
+        """Go on as an empty tier."""
+        with self._changed:
+            self._is_dead = True
+        self._counters.add("threads_died")
+        logger.exception(
+            "disk tier: %s is not used any more; please report this", self._config.directory
+        )
+        self._stop()
+        with self._changed:
+            self._forget_work()
+
+    def _forget_work(self) -> None:
+        self._touched.clear()
+        self._may_clear = self._must_remove = False
+        self._forget_waiting()
 
     def _next_step(self) -> Callable[[], None] | None:
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._waiting or self._touched or self._unsynced or self._is_closed
-            )
+            self._changed.wait_for(lambda: self._has_work() or self._must_look or self._is_closed)
+            if self._is_given_up:
+                return None
+            if self._may_clear:
+                return self._clear_patiently
             if sum(self._unsynced.values()) >= self._config.sync_bytes:
                 return self._sync
             if self._touched:
                 return self._touch
-            if self._waiting:
-                return self._write
-            return self._sync if self._unsynced else None
+            if self._waiting or self._must_remove:
+                return self._write_and_remove
+            if self._unsynced:
+                return self._sync
+            return self._look if self._must_look and not self._is_closed else None
+
+    def _has_work(self) -> bool:
+        return bool(self._is_busy() or self._unsynced)
+
+    def _is_busy(self) -> bool:
+        """Whether there is something that ``flush`` waits for."""
+        return bool(self._may_clear or self._waiting or self._touched or self._must_remove)
+
+    def _write_and_remove(self) -> None:
+        """A little of each, so that neither keeps the other waiting for long."""
+        self._write()
+        if self._must_remove:
+            self._remove_cleared()
 
     def _write(self) -> None:
         """Write what has waited longest, which is found in memory until it is written."""
         with self._changed:
-            if not self._waiting:
-                return
-            waiting = next(iter(self._waiting.values()))
+            batch = self._next_batch()
+        if not batch:
+            return
         started = self._clock.now()
         try:
-            outcome = self._write_one(waiting)
+            outcomes = self._write_batch(batch)
         except DISK_ERRORS as error:
-            self._note_failure(waiting, error)
-        else:
-            self._counters.add("write_us", int((self._clock.now() - started) * 1e6))
+            self._note_failure(batch[0], error)
+            return
+        self._counters.add("write_us", int((self._clock.now() - started) * 1e6))
+        for waiting, outcome in outcomes:
             self._note_outcome(waiting, outcome)
 
-    def _write_one(self, waiting: _Waiting) -> Outcome:
+    def _next_batch(self) -> list[_Waiting]:
+        batch: list[_Waiting] = []
+        num_bytes, most = 0, min(BATCH_BYTES, self._config.sync_bytes)
+        for waiting in islice(self._waiting.values(), BATCH_ENTRIES):
+            num_bytes += waiting.entry.num_bytes
+            if batch and (num_bytes > most or waiting.epoch != batch[0].epoch):
+                break
+            batch.append(waiting)
+        return batch
+
+    def _write_batch(self, batch: list[_Waiting]) -> list[tuple[_Waiting, Outcome]]:
+        """Write the first of a batch and as many more as go with it."""
         try:
-            return self._write_in(waiting, waiting.epoch)
+            return self._write_in(batch, batch[0].epoch)
         except DISK_ERRORS as error:
             if not needs_order(error):
                 raise
         self._counters.add("reopened")
         self._shelf.open()
         # The index may be a new one, with an epoch of its own.
-        return self._write_in(waiting, None)
+        self._epoch()
+        return self._write_in(batch, None)
 
-    def _write_in(self, waiting: _Waiting, epoch: int | None) -> Outcome:
-        if epoch is not None:
-            return self._shelf.write(waiting.entry, epoch)
-        epoch = self._shelf.catalog.figure("epoch")
-        with self._changed:
-            # A clear empties what waits before it changes the epoch, so it is seen here or there.
-            if self._waiting.get(waiting.entry.name.digest) is not waiting:
-                return "cleared"
-        return self._shelf.write(waiting.entry, epoch)
+    def _write_in(self, batch: list[_Waiting], epoch: int | None) -> list[tuple[_Waiting, Outcome]]:
+        gone: list[_Waiting] = []
+        if epoch is None:
+            epoch = self._shelf.catalog.figure("epoch")
+            with self._changed:
+                # A clear empties what waits before it changes the epoch: it is seen here or there.
+                gone = [it for it in batch if self._waiting.get(it.entry.name.digest) is not it]
+        kept = [it for it in batch if it not in gone]
+        outcomes = self._shelf.write([it.entry for it in kept], epoch) if kept else []
+        if "cleared" in outcomes:
+            self._epoch()
+        return [*((it, "cleared") for it in gone), *zip(kept, outcomes, strict=False)]
 
     def _note_outcome(self, waiting: _Waiting, outcome: Outcome) -> None:
         self._counters.add(outcome)
@@ -380,26 +486,28 @@ class DiskTier(SlowTier):
                 num_bytes = waiting.entry.num_bytes
                 self._counters.add("written_bytes", num_bytes)
                 self._unsynced[waiting.entry.name.digest] = num_bytes
-            if self._breaker.succeeded():
-                logger.info("disk tier: %s takes writes again", self._config.directory)
+            is_new = self._breaker.succeeded()
             self._remove(waiting)
+        if is_new:
+            logger.info("disk tier: %s takes writes again", self._config.directory)
 
     def _note_failure(self, waiting: _Waiting, error: OSError | sqlite3.Error) -> None:
         reason = reason_of(error)
         self._counters.add(f"write_failures_{reason}")
         with self._changed:
             self._remove(waiting)
-            if self._breaker.failed():
-                logger.warning(
-                    "disk tier: nothing is written to %s for %g s, after %d failures in a row: %s",
-                    self._config.directory,
-                    self._config.retry_seconds,
-                    self._config.max_failures,
-                    error,
-                )
+            is_new = self._breaker.failed()
             if self._breaker.is_open:
                 self._counters.add("dropped", len(self._waiting))
                 self._forget_waiting()
+        if is_new:
+            logger.warning(
+                "disk tier: nothing is written to %s for %g s, after %d failures in a row: %s",
+                self._config.directory,
+                self._config.retry_seconds,
+                self._config.max_failures,
+                error,
+            )
 
     def _remove(self, waiting: _Waiting) -> None:
         digest = waiting.entry.name.digest
@@ -413,16 +521,33 @@ class DiskTier(SlowTier):
         self._waiting_bytes = 0
         self._changed.notify_all()
 
+    def touch(self, digests: Sequence[bytes]) -> None:
+        """Note a use of entries that were served from elsewhere, the first as the latest."""
+        with self._changed:
+            if not self._is_hidden():
+                self._note_uses(digests)
+                self._changed.notify_all()
+
+    def _note_uses(self, digests: Sequence[bytes]) -> None:
+        for digest in digests:
+            # What is used again while it waits is noted once, in its last place.
+            self._touched[digest] = None
+            self._touched.move_to_end(digest)
+        num_excess = len(self._touched) - MAX_TOUCHES_WAITING
+        for _ in range(num_excess):
+            self._touched.popitem(last=False)
+            self._counters.add("touches_dropped")
+
     def _touch(self) -> None:
         with self._changed:
-            digests = [self._touched[n] for n in range(min(MAX_TOUCHED, len(self._touched)))]
+            digests = list(islice(self._touched, MAX_TOUCHED))
         try:
             self._shelf.touch(digests)
         except DISK_ERRORS:
             self._counters.add("index_errors")
         with self._changed:
-            for _ in range(min(len(digests), len(self._touched))):
-                self._touched.popleft()
+            for digest in digests:
+                self._touched.pop(digest, None)
             self._changed.notify_all()
 
     def _sync(self) -> None:
@@ -435,49 +560,107 @@ class DiskTier(SlowTier):
             self._counters.add("sync_failures")
 
     def flush(self) -> None:
-        """Block until everything put before is written, or given up."""
+        """Block until everything put before is written, or given up, and what is cleared is gone."""
         with self._changed:
-            self._changed.wait_for(lambda: not (self._waiting or self._touched))
+            self._changed.wait_for(lambda: not self._is_busy())
 
     # Clearing
 
     def clear(self) -> None:
-        """Forget everything; what was put before is not found after this returns."""
+        """Forget everything; what was put before is not found after this returns.
+
+        Here that holds at once. If the disk or another process is too slow, the directory is
+        cleared by the writer thread later.
+        """
         with self._changed:
             self._forget_waiting()
             self._touched.clear()
+            self._give_up_readings()
             self._num_clears += 1
-            # Until it is done, and for as long as it cannot be, nothing is looked up.
+            if self._is_closed:
+                return
             self._must_clear = True
-        self._clear_shelf()
+        # In a thread, because any call to the disk may hang.
+        thread = Thread(
+            target=self._clear_in_haste,
+            args=(self._num_clears,),
+            name="treadle-disk-clear",
+            daemon=True,
+        )
+        thread.start()
+        thread.join(CLEAR_SECONDS)
+        with self._changed:
+            self._may_clear = self._must_clear and (self._may_clear or thread.is_alive())
+            self._changed.notify_all()
 
-    def _retry_clear(self) -> None:
-        if self._must_clear and self._breaker.may_try():
-            self._clear_shelf()
-
-    def _clear_shelf(self) -> None:
+    def _clear_in_haste(self, num_clears: int) -> None:
         try:
-            self._clear_or_reopen()
+            epoch = self._shelf.clear(in_haste=True)
         except DISK_ERRORS as error:
-            self._counters.add("clear_failures")
-            with self._changed:
-                self._breaker.failed()
-            logger.warning(
-                "disk tier: %s could not be cleared and is not used until it is: %s",
-                self._config.directory,
-                error,
-            )
+            if is_lock(error) or needs_order(error):
+                self._ask_to_clear()
+            else:
+                self._note_unclear(error)
+        except Exception:  # noqa: BLE001 — whatever it is, the engine goes on without this tier
+            self._die()
         else:
-            self._must_clear = False
+            self._note_clear(num_clears, epoch)
 
-    def _clear_or_reopen(self) -> None:
+    def _ask_to_clear(self) -> None:
+        with self._changed:
+            self._may_clear = self._must_clear and not self._is_closed
+            self._changed.notify_all()
+
+    def _clear_patiently(self) -> None:
+        num_clears = self._num_clears
         try:
-            self._shelf.clear()
+            epoch = self._clear_or_reopen()
+        except DISK_ERRORS as error:
+            self._note_unclear(error)
+        else:
+            self._note_clear(num_clears, epoch)
+
+    def _clear_or_reopen(self) -> int:
+        try:
+            return self._shelf.clear()
         except DISK_ERRORS as error:
             if not needs_order(error):
                 raise
             self._shelf.open()
-            self._shelf.clear()
+            return self._shelf.clear()
+
+    def _note_clear(self, num_clears: int, epoch: int) -> None:
+        with self._changed:
+            self._epoch_seen = epoch
+            self._must_remove = not self._is_closed
+            if num_clears == self._num_clears:
+                self._must_clear = self._may_clear = False
+            self._changed.notify_all()
+
+    def _note_unclear(self, error: OSError | sqlite3.Error) -> None:
+        """Leave the directory alone until the next ``put``, or ``close``."""
+        self._counters.add("clear_failures")
+        with self._changed:
+            self._breaker.failed()
+            self._may_clear = False
+            self._counters.add("dropped", len(self._waiting))
+            self._forget_waiting()
+        logger.warning(
+            "disk tier: %s could not be cleared and is not used until it is: %s",
+            self._config.directory,
+            error,
+        )
+
+    def _remove_cleared(self) -> None:
+        try:
+            must_remove = self._shelf.remove_cleared()
+        except DISK_ERRORS:
+            # What is left goes when room is needed, or when the directory is next opened.
+            self._counters.add("unlink_failures")
+            must_remove = False
+        with self._changed:
+            self._must_remove = self._must_remove and must_remove
+            self._changed.notify_all()
 
     # The rest
 
@@ -490,30 +673,56 @@ class DiskTier(SlowTier):
             figures["num_waiting"] = len(self._waiting)
             figures["waiting_bytes"] = self._waiting_bytes
             figures["is_paused"] = int(self._breaker.is_open)
+            figures["is_dead"] = int(self._is_dead)
+            # What other processes have changed shows the next time.
+            self._must_look = True
+            self._changed.notify_all()
         figures["capacity_bytes"] = self._config.capacity_bytes
-        try:
-            figures["num_entries"] = self._shelf.catalog.figure("num_ready")
-            figures["used_bytes"] = self._shelf.used_bytes()
-        except DISK_ERRORS:
-            figures["num_entries"] = figures["used_bytes"] = 0
+        seen = Figures() if self._is_hidden() else self._shelf.figures
+        figures["num_entries"], figures["used_bytes"] = seen.num_entries, seen.used_bytes
         return figures
 
-    def close(self) -> None:
-        """Flush and end the threads. Idempotent."""
-        if self._must_clear and not self._is_closed:
-            self._clear_shelf()
-        self._stop()
-        for thread in self._threads:
-            thread.join()
+    def _look(self) -> None:
+        with self._changed:
+            self._must_look = False
         try:
-            self._shelf.close()
+            self._shelf.look()
         except DISK_ERRORS:
             self._counters.add("index_errors")
+
+    def close(self) -> None:
+        """Flush and end the threads, or give up what takes too long. Idempotent."""
+        end = time.monotonic() + self._config.close_seconds
+        with self._changed:
+            if not self._is_closed:
+                self._may_clear = self._must_clear
+        self._stop()
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        with self._changed:
+            is_late = any(thread.is_alive() for thread in self._threads) and not self._is_given_up
+            num_given_up = self._give_up() if is_late else 0
+        if is_late:
+            logger.warning(
+                "disk tier: %s did not answer within %g s; %d entries are not written",
+                self._config.directory,
+                self._config.close_seconds,
+                num_given_up,
+            )
+
+    def _give_up(self) -> int:
+        """Leave the threads to themselves; they end when the disk lets them."""
+        num_waiting = len(self._waiting)
+        self._is_given_up = True
+        self._counters.add("given_up", num_waiting)
+        self._unsynced.clear()
+        self._forget_work()
+        return num_waiting
 
     def _stop(self) -> None:
         with self._changed:
             self._is_closed = True
-            self._changed.notify_all()
+            self._give_up_readings()
 
 
 def limits_of(config: DiskConfig) -> Limits:
