@@ -14,7 +14,6 @@ from treadle_core.drafting import (
     Proposal,
     Verified,
     count,
-    count_bypass,
 )
 from treadle_core.events import DraftCounters
 from treadle_core.testing.drafting import (
@@ -182,29 +181,30 @@ def test_an_answer_that_ended_inside_a_draft_saved_less() -> None:
 
 def test_a_plain_row_of_a_step_counts_as_bypassed_alone() -> None:
     assert count(Verified(key=A, drafted=0, accepted=0, tokens=(1,))) == DraftCounters()
-    assert count_bypass("off").bypassed == {"off": 1}
     assert DraftCounters().acceptance_rate is None
 
 
 def test_adding_counters_changes_neither() -> None:
-    one, other = count_bypass("off"), count_bypass("off")
+    one, other = DraftCounters(bypassed={"off": 1}), DraftCounters(bypassed={"off": 1})
 
     assert (one + other).bypassed == {"off": 2}
-    assert one == other == count_bypass("off")
+    assert one == other == DraftCounters(bypassed={"off": 1})
 
 
 def test_a_tally_counts_by_answer_and_in_total() -> None:
     tally = DraftTally()
     tally.add(A, count(Verified(key=A, drafted=2, accepted=1, tokens=(1, 2))))
-    tally.add(A, count_bypass("off"))
-    tally.add(B, count_bypass("off"))
-    tally.add(A, count_bypass("no_draft"))
+    tally.bypass(A, "off")
+    tally.bypass(B, "off")
+    tally.bypass(A, "no_draft")
     tally.fail()
 
+    before = tally.total
     assert tally.of(A).bypassed == {"off": 1, "no_draft": 1}
     assert tally.of(B).attempted == 0
     popped = tally.pop(A)
     assert (popped.attempted, popped.accepted, popped.failures) == (2, 1, 0)
     assert tally.pop(A) == DraftCounters()
+    assert tally.total == before
     assert tally.total.bypassed == {"off": 2, "no_draft": 1}
     assert (tally.total.attempted, tally.total.failures) == (2, 1)

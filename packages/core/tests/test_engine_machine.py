@@ -255,19 +255,10 @@ DRAFTERS: dict[str, Callable[[], OracleDrafter]] = {
 }
 
 
-class EngineMachine(RuleBasedStateMachine):
-    @initialize(
-        config=configs,
-        spec=st.sampled_from(
-            [SMALL_SPEC, WINDOW_SPEC, replace(SMALL_SPEC, batched=False), HYBRID_SPEC]
-        ),
-        faults=fault_lists,
-        store=stores,
-        drafter=st.sampled_from([None, None, *DRAFTERS]),
-        num_drafted=st.integers(1, 5),
-        rhythm=st.sampled_from([0, 0, 1, 4]),
-    )
-    def start(
+class EngineRules(RuleBasedStateMachine):
+    """What may happen to an engine, however it was made."""
+
+    def begin(
         self,
         config: EngineConfig,
         spec: ModelSpec,
@@ -545,5 +536,48 @@ class EngineMachine(RuleBasedStateMachine):
         return id in self.engine._unfinished
 
 
+class EngineMachine(EngineRules):
+    """Engines of every kind; some of them draft."""
+
+    @initialize(
+        config=configs,
+        spec=st.sampled_from(
+            [SMALL_SPEC, WINDOW_SPEC, replace(SMALL_SPEC, batched=False), HYBRID_SPEC]
+        ),
+        faults=fault_lists,
+        store=stores,
+        drafter=st.sampled_from([None, None, *DRAFTERS]),
+        num_drafted=st.integers(1, 5),
+        rhythm=st.sampled_from([0, 0, 1, 4]),
+    )
+    def start(self, **made: Any) -> None:
+        self.begin(**made)
+
+
+class DraftingMachine(EngineRules):
+    """Engines that draft, in steps with many tokens and answers that go on for a while."""
+
+    @initialize(
+        config=configs,
+        spec=st.sampled_from([SMALL_SPEC, SMALL_SPEC, WINDOW_SPEC]),
+        faults=fault_lists,
+        store=stores,
+        drafter=st.sampled_from(list(DRAFTERS)),
+        num_drafted=st.integers(1, 5),
+        rhythm=st.sampled_from([0, 1, 4]),
+        prompts=st.lists(prompts, min_size=1, max_size=3),
+        params=parameters,
+    )
+    def start(self, prompts: list[tuple[int, ...]], params: SamplingParams, **made: Any) -> None:
+        self.begin(**made)
+        params = replace(params, max_tokens=40, min_tokens=min(params.min_tokens, 30))
+        for number, prompt in enumerate(prompts):
+            request = Request(id=f"first {number}", prompt=prompt, params=params)
+            if self.refusal(request, self.engine.stats().num_waiting) is None:
+                self.accept(request, None)
+
+
 TestEngineMachine = EngineMachine.TestCase
+TestDraftingMachine = DraftingMachine.TestCase
+TestDraftingMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 TestEngineMachine.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)

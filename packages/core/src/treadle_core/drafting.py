@@ -189,27 +189,30 @@ def count(verified: Verified) -> DraftCounters:
     )
 
 
-def count_bypass(reason: BypassReason) -> DraftCounters:
-    """The counters of one row of one step without a draft."""
-    return DraftCounters(bypassed={reason: 1})
-
-
 class DraftTally:
     """Counters by answer while it runs, and of all there ever were."""
 
     def __init__(self) -> None:
         self._total = DraftCounters()
         self._by_key: dict[Key, DraftCounters] = {}
+        self._bypassed: dict[BypassReason, int] = {}
+        self._bypassed_by_key: dict[Key, dict[BypassReason, int]] = {}
 
     @property
     def total(self) -> DraftCounters:
         """Of all answers, ended ones included."""
-        return self._total
+        return self._total + DraftCounters(bypassed=self._bypassed)
+
+    def bypass(self, key: Key, reason: BypassReason) -> None:
+        """Count a forward of a row without a draft; cheap, as it is done for every token."""
+        mine = self._bypassed_by_key.setdefault(key, {})
+        mine[reason] = mine.get(reason, 0) + 1
+        self._bypassed[reason] = self._bypassed.get(reason, 0) + 1
 
     def add(self, key: Key, counters: DraftCounters) -> None:
         """Count something for an answer."""
         self._total += counters
-        self._by_key[key] = self.of(key) + counters
+        self._by_key[key] = self._by_key.get(key, DraftCounters()) + counters
 
     def fail(self) -> None:
         """A drafter was switched off."""
@@ -217,11 +220,15 @@ class DraftTally:
 
     def of(self, key: Key) -> DraftCounters:
         """Of one answer so far."""
-        return self._by_key.get(key, DraftCounters())
+        counters = self._by_key.get(key, DraftCounters())
+        return counters + DraftCounters(bypassed=self._bypassed_by_key.get(key, {}))
 
     def pop(self, key: Key) -> DraftCounters:
         """Of an answer that ended; it is forgotten, the total is not."""
-        return self._by_key.pop(key, DraftCounters())
+        counters = self.of(key)
+        self._by_key.pop(key, None)
+        self._bypassed_by_key.pop(key, None)
+        return counters
 
 
 class GuardedDrafter:

@@ -13,7 +13,6 @@ from treadle_core.drafting import (
     Verified,
     VerifiedStep,
     count,
-    count_bypass,
 )
 from treadle_core.events import BypassReason, DraftCounters
 from treadle_core.plan import Decode, Key, Plan
@@ -139,7 +138,7 @@ class Speculation:
         if decode.draft:
             self._tally.add(row.key, count(verified))
         else:
-            self._tally.add(row.key, count_bypass(self._reason(row, decode, asked)))
+            self._tally.bypass(row.key, self._reason(row, decode, asked))
         return verified
 
     def observe(
