@@ -40,6 +40,9 @@ from treadle_core.testing.drafting import (
 )
 from treadle_core.testing.fakes import END
 
+# Hundreds of lives of an engine: some seconds, but on a busy machine a minute.
+pytestmark = pytest.mark.timeout(300)
+
 MARK = ord("Z")
 ROW_MARK = ord("Y")
 MOST_STEPS = 20_000

@@ -154,14 +154,26 @@ def test_a_grammar_follows_the_draft_and_is_back_where_it_was(
     assert asked.taken == []
 
 
+class Watched(ScriptedConstraint):
+    """Keeps every token that it was ever advanced with."""
+
+    def __init__(self, allowed: list[set[int]]) -> None:
+        super().__init__(allowed, vocab_size=VOCAB)
+        self.seen: list[int] = []
+
+    def advance(self, token: int) -> bool:
+        self.seen.append(token)
+        return super().advance(token)
+
+
 def test_a_draft_that_the_grammar_forbids_is_not_taken() -> None:
-    asked = ScriptedConstraint([{5}, {6}], vocab_size=VOCAB)
+    asked = Watched([{5}, {6}])
     rows = Rows(asked)
 
     rows.step({"greedy": (7, 6)})
 
     assert [one.token for one in rows.found["greedy"]] == [5]
-    assert asked.taken == []
+    assert asked.taken == asked.seen == []
 
 
 def test_a_grammar_that_refuses_to_go_on_is_asked_no_further() -> None:
