@@ -622,3 +622,83 @@ def test_a_more_urgent_prompt_is_prefilled_first_whatever_its_length() -> None:
 
     assert urgent.num_computed == 160
     assert patient.num_computed == 8
+
+
+# Drafts
+
+
+def decoding_rows(scheduler: Scheduler, *lengths: int) -> list[tuple[str, int]]:
+    """Rows that have got their first token."""
+    scheduler.add([make_sequence(i, length, max_tokens=500) for i, length in enumerate(lengths)])
+    while len(scheduler.decoding) < len(lengths):
+        take(scheduler, scheduler.plan(0.0))
+    assert not any(s.num_in_flight for s in scheduler.sequences)
+    return [s.key for s in scheduler.decoding]
+
+
+def drafted(plan: Plan) -> list[int]:
+    return [len(decode.draft) for decode in plan.decodes]
+
+
+def test_a_plan_carries_drafts_and_columns_for_the_widest() -> None:
+    scheduler = make_scheduler()
+    one, other = decoding_rows(scheduler, 254, 20)
+
+    plan = scheduler.plan(0.0, {one: (7, 8), other: (9,), ("nobody", 0): (1,)})
+
+    assert plan.has_drafts
+    assert drafted(plan) == [2, 1]
+    assert plan.work == (Resize(0, 2, 512),)
+
+
+def test_what_a_row_kept_of_its_draft_is_where_it_goes_on() -> None:
+    scheduler = make_scheduler()
+    (key,) = decoding_rows(scheduler, 20)
+    plan = scheduler.plan(0.0, {key: (7, 8, 9)})
+    start = plan.decodes[0].start
+    result = StepResult(
+        number=plan.number,
+        sampled={key: (Sampled(7), Sampled(8), Sampled(5))},
+        failures={},
+        seconds=0.0,
+    )
+    (outcome,) = scheduler.apply(plan, result)
+    for sampled in outcome.sampled:
+        outcome.sequence.take(sampled.token)
+
+    after = scheduler.plan(0.0).decodes[0]
+
+    assert (after.start, after.token) == (start + 3, 5)
+
+
+def test_drafts_leave_half_of_the_step_to_prompts() -> None:
+    scheduler = make_scheduler(max_num_seqs=4, max_num_batched_tokens=12)
+    one, other = decoding_rows(scheduler, 5, 6)
+    scheduler.add([make_sequence(9, 100)])
+
+    plan = scheduler.plan(0.0, {one: (1, 2, 3, 4), other: (5, 6, 7)})
+
+    assert drafted(plan) == [4, 1]
+    num_prefill = sum(len(prefill.tokens) for prefill in plan.prefills)
+    assert 0 < num_prefill <= 12 - 2 - 5
+
+
+def test_a_group_at_its_longest_drafts_no_further_than_its_columns() -> None:
+    scheduler = make_scheduler(chunk=2_048)
+    one, other = decoding_rows(scheduler, 4_090, 2_100)
+
+    plan = scheduler.plan(0.0, {other: (1, 2, 3, 4, 5, 6, 7)})
+
+    starts = {decode.key: decode.start for decode in plan.decodes}
+    (draft,) = [decode.draft for decode in plan.decodes if decode.draft]
+    assert starts[one] + 1 + len(draft) == 4_096
+
+
+def test_after_a_step_that_failed_nobody_drafts() -> None:
+    scheduler = make_scheduler()
+    one, other = decoding_rows(scheduler, 20, 30)
+    plan = scheduler.plan(0.0, {one: (1,), other: (2,)})
+    scheduler.recover(plan)
+
+    assert scheduler.decoding == []
+    assert not scheduler.plan(0.0, {one: (1,)}).has_drafts
