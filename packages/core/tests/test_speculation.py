@@ -1,0 +1,157 @@
+"""An engine that drafts: who is asked, what is measured, what is counted, what is refused."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from treadle_core import Completion, Engine, Request, SamplingParams, Unsupported, collect
+from treadle_core.drafting import DraftRoom, VerifiedStep
+from treadle_core.layers import ModelSpec, Recurrent
+from treadle_core.plan import Key
+from treadle_core.testing import SMALL_SPEC, ManualClock, ScriptedRunner, expected_tokens, hashed
+from treadle_core.testing.drafting import FailingDrafter, OracleDrafter, WrongDrafter
+
+SCRIPT = hashed(200)
+RECURRENT = replace(SMALL_SPEC, layers=(Recurrent(shapes=((1,),), dtypes=("float32",)),))
+
+
+def truth(tokens: Sequence[int], num: int) -> list[int]:
+    return expected_tokens(SCRIPT, tokens, num)
+
+
+class Rhythm:
+    """Asks for drafts, or not, as it is told for each time it is asked."""
+
+    def __init__(self, num_tokens: int, *asks: bool) -> None:
+        self.max_tokens = num_tokens
+        self.asks = list(asks)
+        self.steps: list[VerifiedStep] = []
+        self.left: list[Key] = []
+
+    def limits(self, rows: Sequence[DraftRoom]) -> list[int]:
+        on = self.asks[min(len(self.steps), len(self.asks) - 1)]
+        return [min(row.most, self.max_tokens) if on else 0 for row in rows]
+
+    def settle(self, rows: Sequence[DraftRoom]) -> list[int]:
+        return [row.most for row in rows]
+
+    def observe(self, step: VerifiedStep) -> None:
+        self.steps.append(step)
+
+    def leave(self, key: Key) -> None:
+        self.left.append(key)
+
+
+def engine_of(drafter: Any, controller: Any, spec: ModelSpec = SMALL_SPEC) -> Engine:
+    clock = ManualClock(5.0)
+    runner = ScriptedRunner(
+        SCRIPT,
+        spec=spec,
+        clock=clock,
+        prefill_cost=lambda num: 10.0,
+        decode_cost=lambda num: 0.25,
+        max_draft_tokens=3 if spec is SMALL_SPEC else 0,
+    )
+    return Engine(runner, clock=clock, drafter=drafter, controller=controller)
+
+
+def answer(engine: Engine, max_tokens: int, **more: Any) -> Completion:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    engine.add(Request(id="a", prompt=(1, 2, 3), params=params, **more))
+    events: list[Any] = []
+    while engine.has_work:
+        events += engine.step()
+        engine.check_integrity()
+    return collect(events)["a", 0]
+
+
+def test_right_drafts_make_few_forwards_of_many_tokens() -> None:
+    controller = Rhythm(3, True)
+    engine = engine_of(OracleDrafter(truth), controller)
+
+    found = answer(engine, 14)
+
+    assert found.tokens == truth((1, 2, 3), 14)
+    assert found.usage is not None
+    drafts = found.usage.drafts
+    assert drafts is not None
+    # The first token has no draft; three times four tokens; and the last has no room for one.
+    assert (drafts.verifications, drafts.attempted, drafts.accepted) == (3, 9, 9)
+    assert drafts.bypassed == {"off": 1, "no_room": 1}
+    assert engine.stats().drafts == drafts
+    assert controller.left == [("a", 0)]
+
+
+def test_the_controller_hears_what_steps_take_and_nothing_of_prompts() -> None:
+    controller = Rhythm(3, True)
+
+    answer(engine_of(WrongDrafter(truth), controller), 4)
+
+    assert [step.seconds for step in controller.steps] == [0.25] * len(controller.steps)
+    assert [step.width for step in controller.steps] == [3, 2]
+    assert all(step.asked for step in controller.steps)
+    assert [row.accepted for step in controller.steps for row in step.rows] == [0, 0]
+
+
+def test_a_step_that_fills_the_pipeline_is_not_measured() -> None:
+    controller = Rhythm(1, True, False)
+
+    answer(engine_of(WrongDrafter(truth), controller), 8)
+
+    # First token, one draft, five plain steps of which one fills the pipeline, and the last.
+    assert [step.asked for step in controller.steps] == [True, False, False, False, False, False]
+
+
+def test_rows_that_never_pipeline_are_measured_all_the_same() -> None:
+    controller = Rhythm(3, False)
+
+    found = answer(
+        engine_of(WrongDrafter(truth), controller), 6, logits_processors=(lambda tokens, x: x,)
+    )
+
+    # All but the first token, which came behind the prompt, and the one after it.
+    assert len(controller.steps) == 4
+    assert found.usage is not None
+    assert found.usage.drafts is not None
+    assert found.usage.drafts.bypassed == {"unsupported": 6}
+
+
+def test_a_drafter_that_raises_is_dropped_and_the_answer_goes_on() -> None:
+    engine = engine_of(FailingDrafter(truth, at=1), Rhythm(3, True))
+
+    found = answer(engine, 20)
+
+    assert found.tokens == truth((1, 2, 3), 20)
+    total = engine.stats().drafts
+    assert total is not None
+    assert (total.verifications, total.failures) == (1, 1)
+    assert total.bypassed["failed"] > 10
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [(RECURRENT, "recurrent layers"), (replace(SMALL_SPEC, batched=False), "one at a time")],
+)
+def test_a_model_that_cannot_take_tokens_back_refuses_a_drafter(spec: ModelSpec, why: str) -> None:
+    with pytest.raises(Unsupported, match=why):
+        engine_of(OracleDrafter(truth), Rhythm(3, True), spec)
+
+
+@pytest.mark.parametrize(
+    "given", [(OracleDrafter(truth), None), (None, Rhythm(3, True))], ids=["drafter", "controller"]
+)
+def test_a_drafter_without_its_controller_is_refused(given: tuple[Any, Any]) -> None:
+    with pytest.raises(Unsupported, match="need each other"):
+        engine_of(*given)
+
+
+def test_nobody_counts_drafts_where_nobody_drafts() -> None:
+    engine = engine_of(None, None)
+
+    found = answer(engine, 3)
+
+    assert found.usage is not None
+    assert found.usage.drafts is None
+    assert engine.stats().drafts is None
