@@ -1,6 +1,6 @@
 """Groups of rows: joining, leaving and decoding touch no other row's memory; limits hold."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -8,10 +8,12 @@ import mlx.core as mx
 import pytest
 
 from treadle_core.kv_layout import KvLayout
-from treadle_core.layers import ModelSpec
-from treadle_core.mlx_runtime.adapter import TextModel, inspect
+from treadle_core.layers import FullAttention, ModelSpec
+from treadle_core.mlx_runtime.adapter import RowInput, TextModel, inspect
 from treadle_core.mlx_runtime.groups import SlotGroup, SoloGroup
 from treadle_core.mlx_runtime.load import quantised
+from treadle_core.mlx_runtime.masks import Positions
+from treadle_core.mlx_runtime.stores import AttentionStore
 from treadle_core.plan import Close, Move, Open, Promote, Resize, Transfer
 from treadle_core.testing import zoo
 
@@ -227,3 +229,46 @@ class TestLimits:
 
         with pytest.raises(AssertionError, match="do not move between groups"):
             group.insert(Transfer(0, 0, 1, 0, (), 1), group)
+
+
+class RememberingModel(TextModel):
+    """Remembers which rows it was given."""
+
+    def __init__(self, model: TextModel) -> None:
+        super().__init__(model.model)
+        self.seen: list[list[RowInput]] = []
+
+    def forward(
+        self, tokens: mx.array, caches: list[Any], rows: Sequence[RowInput] = ()
+    ) -> mx.array:
+        self.seen.append(list(rows))
+        return super().forward(tokens, caches, rows)
+
+
+@pytest.mark.parametrize("solo", [False, True])
+def test_the_model_is_told_where_rows_stand_and_what_their_prompts_bring(solo: bool) -> None:
+    text, spec = model_of("llama")
+    model = RememberingModel(text)
+    group = SoloGroup(model) if solo else SlotGroup(model, spec.layers, slack=0, width_step=64)
+    group.resize(Resize(0, 2, 64))
+    for row, prompt in enumerate((None, "picture")):
+        group.open(Open(0, row))
+        group.prefill(row, PROMPT[: row + 3], 0, prompt)
+        group.promote(Promote(0, row, row, row + 3, row + 3))
+
+    group.decode(mx.zeros((2, 1), dtype=mx.int32), [3, 4], [None, "picture"])
+    group.decode(mx.zeros((2, 1), dtype=mx.int32), [4, 5])
+
+    decoded = [RowInput(3), RowInput(4, "picture"), RowInput(4), RowInput(5)]
+    assert model.seen[:2] == [[RowInput(0)], [RowInput(0, "picture")]]
+    assert [row for rows in model.seen[2:] for row in rows] == decoded
+
+
+def test_a_batch_knows_its_longest_row_without_reading_an_array() -> None:
+    """As mlx-vlm's models ask for it, once for each forward."""
+    store = AttentionStore(FullAttention(1, 4, 4, "float32"), 0)
+    store.resize(2, 64, 0)
+
+    view = store.batch_view(Positions([3, 7]), 64)
+
+    assert view._offset == 7

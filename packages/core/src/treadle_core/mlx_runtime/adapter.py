@@ -1,7 +1,7 @@
-"""A text model of mlx-lm behind the few calls that the runtime makes, and what it is, as data."""
+"""A model behind the few calls that the runtime makes, and what it is, as data."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,6 +12,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
     make_prompt_cache,
 )
+from msgspec import Struct
 
 from treadle_core.layers import (
     Composite,
@@ -36,8 +37,44 @@ CONTEXT_KEYS = (
 PROBE_TOKENS = 3
 
 
+class RowInput(Struct, frozen=True):
+    """A row of one forward, for models to which it is more than tokens.
+
+    Attributes:
+        start: Position of its first new token.
+        prompt: What its prompt is besides token ids, as the model's own package made it; None for
+            a prompt of text.
+    """
+
+    start: int
+    prompt: Any = None
+
+
+class ModelAdapter(Protocol):
+    """One loaded model, as the runtime calls it."""
+
+    model: nn.Module
+    """All of its weights are in here."""
+
+    def forward(
+        self, tokens: mx.array, caches: list[Any], rows: Sequence[RowInput] = ()
+    ) -> mx.array:
+        """Logits ``[B, N, vocab]`` of ``tokens [B, N]``, lazily; the caches advance.
+
+        Args:
+            tokens: Token ids.
+            caches: One for each layer.
+            rows: The B rows; empty where all of them are text that follows what the caches hold.
+        """
+        ...
+
+    def new_cache(self) -> list[Any]:
+        """The model's own caches for one row."""
+        ...
+
+
 class TextModel:
-    """One loaded model.
+    """A text model of mlx-lm.
 
     Args:
         model: An mlx-lm model (or anything called as ``model(tokens, cache=caches)``).
@@ -50,8 +87,11 @@ class TextModel:
         self.model = model
         self._make_cache = make_cache
 
-    def forward(self, tokens: mx.array, caches: list[Any]) -> mx.array:
+    def forward(
+        self, tokens: mx.array, caches: list[Any], rows: Sequence[RowInput] = ()
+    ) -> mx.array:
         """Logits ``[B, N, vocab]`` of ``tokens [B, N]``, lazily; the caches advance."""
+        del rows
         return self.model(tokens, cache=caches)
 
     def new_cache(self) -> list[Any]:
@@ -70,7 +110,7 @@ def context_length(config: dict[str, Any]) -> int:
     return DEFAULT_CONTEXT
 
 
-def inspect(model: TextModel, config: dict[str, Any]) -> ModelSpec:
+def inspect(model: ModelAdapter, config: dict[str, Any]) -> ModelSpec:
     """What each layer keeps, found by running a few tokens through the model's own caches."""
     caches = model.new_cache()
     logits = model.forward(mx.array([list(range(1, PROBE_TOKENS + 1))]), caches)

@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeGuard
 import mlx.core as mx
 
 from treadle_core.layers import Composite, FullAttention, LayerSpec, flatten
-from treadle_core.mlx_runtime.adapter import TextModel, cache_arrays
+from treadle_core.mlx_runtime.adapter import ModelAdapter, RowInput, cache_arrays
 from treadle_core.mlx_runtime.host import (
     check_state,
     check_tokens,
@@ -52,16 +52,30 @@ class RowGroup(Protocol):
         """A row arrives from ``source``, a group of the same kind, and goes on decoding."""
         ...
 
-    def prefill(self, row: int, tokens: Sequence[int], start: int) -> mx.array:
+    def prefill(self, row: int, tokens: Sequence[int], start: int, prompt: Any = None) -> mx.array:
         """Write tokens at ``[start, ...)`` of a row, lazily.
+
+        Args:
+            row: Which row.
+            tokens: Token ids.
+            start: Position of the first.
+            prompt: What the model is given of the row's prompt besides token ids.
 
         Returns:
             Logits ``[1, N, vocab]``; whoever does not evaluate them does not pay for them.
         """
         ...
 
-    def decode(self, tokens: mx.array, starts: Sequence[int]) -> mx.array:
+    def decode(
+        self, tokens: mx.array, starts: Sequence[int], prompts: Sequence[Any] = ()
+    ) -> mx.array:
         """Feed ``tokens [n, N]`` to the decoding rows, at their own positions.
+
+        Args:
+            tokens: Token ids.
+            starts: Position of each row's first.
+            prompts: What the model is given of each row's prompt besides token ids; empty where
+                all of them are text.
 
         Returns:
             Logits ``[n, N, vocab]``.
@@ -93,7 +107,7 @@ class SlotGroup:
     """
 
     def __init__(
-        self, model: TextModel, layers: Sequence[LayerSpec], *, slack: int, width_step: int
+        self, model: ModelAdapter, layers: Sequence[LayerSpec], *, slack: int, width_step: int
     ) -> None:
         self._model = model
         self._layers = layers
@@ -157,16 +171,19 @@ class SlotGroup:
         self._hand_over(change.to, change.length)
         self._num_used += 1
 
-    def prefill(self, row: int, tokens: Sequence[int], start: int) -> mx.array:
+    def prefill(self, row: int, tokens: Sequence[int], start: int, prompt: Any = None) -> mx.array:
         """Write a chunk into its row through a view; no copy, no padding."""
         assert start + len(tokens) <= self._capacity, "a chunk exceeds its row"
         self._touched[row] = max(self._touched[row], start + len(tokens))
         views = [store.row_view(row, start) for store in self._stores]
-        logits = self._model.forward(mx.array([list(tokens)]), self._nest(views))
+        chunk, rows = mx.array([list(tokens)]), [RowInput(start, prompt)]
+        logits = self._model.forward(chunk, self._nest(views), rows)
         self._commit(views)
         return logits
 
-    def decode(self, tokens: mx.array, starts: Sequence[int]) -> mx.array:
+    def decode(
+        self, tokens: mx.array, starts: Sequence[int], prompts: Sequence[Any] = ()
+    ) -> mx.array:
         """One forward over the decoding rows."""
         positions = Positions(list(starts), tokens.shape[1])
         # A scatter beyond the buffer would be memory corruption, not an error.
@@ -176,7 +193,7 @@ class SlotGroup:
         step = self._width_step
         width = min(self._capacity, -(-positions.longest // step) * step)
         views = [store.batch_view(positions, width) for store in self._stores]
-        logits = self._model.forward(tokens, self._nest(views))
+        logits = self._model.forward(tokens, self._nest(views), _row_inputs(starts, prompts))
         self._commit(views)
         return logits
 
@@ -290,7 +307,7 @@ class SoloGroup:
         model: The model.
     """
 
-    def __init__(self, model: TextModel) -> None:
+    def __init__(self, model: ModelAdapter) -> None:
         self._model = model
         self._rows: list[list[Any]] = []
 
@@ -316,15 +333,18 @@ class SoloGroup:
         """Never needed: there is one solo group, without a limit of its own."""
         raise AssertionError("rows of their own do not move between groups")
 
-    def prefill(self, row: int, tokens: Sequence[int], start: int) -> mx.array:
+    def prefill(self, row: int, tokens: Sequence[int], start: int, prompt: Any = None) -> mx.array:
         """Write a chunk into the row's own cache."""
-        return self._model.forward(mx.array([list(tokens)]), self._rows[row])
+        chunk, rows = mx.array([list(tokens)]), [RowInput(start, prompt)]
+        return self._model.forward(chunk, self._rows[row], rows)
 
-    def decode(self, tokens: mx.array, starts: Sequence[int]) -> mx.array:
+    def decode(
+        self, tokens: mx.array, starts: Sequence[int], prompts: Sequence[Any] = ()
+    ) -> mx.array:
         """One forward per row."""
         rows = [
-            self._model.forward(tokens[row : row + 1], self._rows[row])
-            for row in range(len(starts))
+            self._model.forward(tokens[row : row + 1], self._rows[row], [inputs])
+            for row, inputs in enumerate(_row_inputs(starts, prompts))
         ]
         return mx.concatenate(rows)
 
@@ -372,6 +392,11 @@ def is_cuttable(store: Store) -> TypeGuard[AttentionStore | QuantisedStore]:
     """Whether a layer's state can be cut at any token."""
     known = isinstance(store, AttentionStore | QuantisedStore)
     return known and isinstance(store.spec, FullAttention)
+
+
+def _row_inputs(starts: Sequence[int], prompts: Sequence[Any]) -> list[RowInput]:
+    pairs = zip(starts, prompts or [None] * len(starts), strict=True)
+    return [RowInput(start, prompt) for start, prompt in pairs]
 
 
 def _read(store: Store, rows: Sequence[tuple[int, int]]) -> list[Payload]:

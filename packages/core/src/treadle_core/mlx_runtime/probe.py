@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from treadle_core.errors import Unsupported, describe
 from treadle_core.layers import Composite, FullAttention, LayerSpec, ModelSpec, Quantised, flatten
-from treadle_core.mlx_runtime.adapter import TextModel
+from treadle_core.mlx_runtime.adapter import ModelAdapter
 from treadle_core.mlx_runtime.groups import RowGroup, SlotGroup
 from treadle_core.mlx_runtime.host import pack_caches, unpack_caches
 from treadle_core.plan import Open, Promote, Resize
@@ -27,7 +27,7 @@ STORED_TOKENS = 24
 TOLERANCE = 0.05
 
 
-def check_batching(model: TextModel, spec: ModelSpec) -> ModelSpec:
+def check_batching(model: ModelAdapter, spec: ModelSpec) -> ModelSpec:
     """``spec``, with ``batched`` off and a note if rows together differ from each alone."""
     if not spec.batched:
         return spec
@@ -43,7 +43,7 @@ def check_batching(model: TextModel, spec: ModelSpec) -> ModelSpec:
     return spec
 
 
-def check_storing(model: TextModel, spec: ModelSpec) -> ModelSpec:
+def check_storing(model: ModelAdapter, spec: ModelSpec) -> ModelSpec:
     """``spec``, with ``storable`` off and a note if a row's own caches do not come back as they were.
 
     What slots keep is known; a model's own caches may hold more than they tell.
@@ -60,7 +60,7 @@ def check_storing(model: TextModel, spec: ModelSpec) -> ModelSpec:
     return replace(spec, storable=False, note="; ".join(filter(None, (spec.note, note))))
 
 
-def goes_on_from_stored(model: TextModel) -> bool:
+def goes_on_from_stored(model: ModelAdapter) -> bool:
     """Whether logits are the same after a row's caches went through host memory."""
     caches, restored = model.new_cache(), model.new_cache()
     prompt = [token + 1 for token in range(STORED_TOKENS)]
@@ -73,7 +73,7 @@ def goes_on_from_stored(model: TextModel) -> bool:
     return True
 
 
-def check_quantising(model: TextModel, spec: ModelSpec) -> None:
+def check_quantising(model: ModelAdapter, spec: ModelSpec) -> None:
     """Prove that the model's attention takes the quantised KV that ``spec`` says.
 
     Raises:
@@ -98,13 +98,13 @@ def check_quantising(model: TextModel, spec: ModelSpec) -> None:
         )
 
 
-def quantised_caches(model: TextModel, layers: Sequence[LayerSpec]) -> list[Any]:
+def quantised_caches(model: ModelAdapter, layers: Sequence[LayerSpec]) -> list[Any]:
     """The model's own caches for one row, with mlx-lm's quantised ones where ``layers`` say so."""
     pairs = zip(model.new_cache(), layers, strict=True)
     return [_quantised_cache(cache, layer) for cache, layer in pairs]
 
 
-def check_drafts(model: TextModel, spec: ModelSpec) -> str:
+def check_drafts(model: ModelAdapter, spec: ModelSpec) -> str:
     """What is wrong with several tokens per row in one forward, and taking some back; or nothing.
 
     Every row is fed a draft. Then all but its first token are taken back, and rows go on from
@@ -124,7 +124,7 @@ def check_drafts(model: TextModel, spec: ModelSpec) -> str:
     return ""
 
 
-def run_wide(model: TextModel, spec: ModelSpec) -> tuple[list[mx.array], SlotGroup]:
+def run_wide(model: ModelAdapter, spec: ModelSpec) -> tuple[list[mx.array], SlotGroup]:
     """Logits of all that the rows decode, from one forward, and their group after it."""
     group, starts = _prefilled(model, spec, slack=len(DECODED))
     tokens = mx.array([list(decoded(prompt)) for prompt in PROMPTS])
@@ -138,7 +138,7 @@ def take_back(group: RowGroup) -> mx.array:
     return _decode(group, [DECODED[-1]] * len(PROMPTS), [len(prompt) for prompt in PROMPTS])
 
 
-def run_together(model: TextModel, spec: ModelSpec) -> list[mx.array]:
+def run_together(model: ModelAdapter, spec: ModelSpec) -> list[mx.array]:
     """Logits ``[rows, vocab]`` of each decode step of rows that share a forward."""
     group, starts = _prefilled(model, spec, slack=0)
     columns = zip(*(decoded(prompt) for prompt in PROMPTS), strict=True)
@@ -149,7 +149,7 @@ def run_together(model: TextModel, spec: ModelSpec) -> list[mx.array]:
 
 
 def run_alone(
-    model: TextModel,
+    model: ModelAdapter,
     new_cache: Callable[[], list[Any]] | None = None,
     tokens: tuple[int, ...] = DECODED,
 ) -> list[mx.array]:
@@ -182,7 +182,7 @@ def relative_difference(left: list[mx.array], right: list[mx.array]) -> float:
     return value
 
 
-def _prefilled(model: TextModel, spec: ModelSpec, *, slack: int) -> tuple[SlotGroup, list[int]]:
+def _prefilled(model: ModelAdapter, spec: ModelSpec, *, slack: int) -> tuple[SlotGroup, list[int]]:
     """Rows that hold all of their prompts but the last token, and how much that is."""
     group = SlotGroup(model, spec.layers, slack=slack, width_step=CAPACITY)
     starts = [len(prompt) - 1 for prompt in PROMPTS]

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from treadle_core.layers import ModelSpec, why_no_drafts
-from treadle_core.mlx_runtime.adapter import TextModel
+from treadle_core.mlx_runtime.adapter import ModelAdapter
 from treadle_core.mlx_runtime.fingerprint import fingerprint
 from treadle_core.mlx_runtime.groups import RowGroup, SlotGroup, SoloGroup
 from treadle_core.mlx_runtime.sampler import Choice, Sampler
@@ -110,14 +110,14 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: TextModel,
+        model: ModelAdapter,
         spec: ModelSpec,
         *,
         slack: int = 0,
         width_step: int | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        self._model: TextModel | None = model
+        self._model: ModelAdapter | None = model
         self._spec = spec
         self._slack = 0 if why_no_drafts(spec) else slack
         self._width_step = width_step or default_width_step()

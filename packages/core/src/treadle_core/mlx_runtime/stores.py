@@ -312,6 +312,8 @@ class SlotBatch(AttentionView):
         self._width = min(width, store.columns)
         super().__init__(store, slice(0, len(positions.starts)), self._width)
         self.offset = positions.fresh_offset()
+        # mlx-vlm's models look here for the longest row's length; they would wait for the array.
+        self._offset = max(positions.starts)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Scatter ``[rows, heads, N, dim]``; return the columns up to the longest row."""
