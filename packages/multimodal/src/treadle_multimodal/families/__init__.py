@@ -1,0 +1,54 @@
+"""What is known of each model family: a family that has not been checked is refused."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from treadle_core import Unsupported
+from treadle_multimodal.families.base import Family
+from treadle_multimodal.families.gemma3 import Gemma3
+from treadle_multimodal.families.qwen_vl import QwenVl
+from treadle_multimodal.families.smolvlm import SmolVlm
+
+FAMILIES: dict[str, type[Family]] = {
+    "gemma3": Gemma3,
+    "qwen2_5_vl": QwenVl,
+    "qwen2_vl": QwenVl,
+    "qwen3_vl": QwenVl,
+    "smolvlm": SmolVlm,
+}
+"""Families by the model type that a checkpoint's config names."""
+
+
+def check_family(config: Mapping[str, Any]) -> type[Family]:
+    """The family of a checkpoint.
+
+    Args:
+        config: The checkpoint's, as its ``config.json`` has it.
+
+    Raises:
+        Unsupported: Nobody has checked it.
+    """
+    model_type = str(config.get("model_type"))
+    family = FAMILIES.get(model_type)
+    if family is None:
+        raise Unsupported(
+            f"media input for {model_type} has not been checked against mlx-vlm;"
+            f" checked are {', '.join(FAMILIES)}"
+        )
+    return family
+
+
+def make_family(config: Mapping[str, Any], processor: Any) -> Family:
+    """What is known of a checkpoint's family.
+
+    Args:
+        config: The checkpoint's, as its ``config.json`` has it.
+        processor: The checkpoint's, as mlx-vlm loads it.
+
+    Raises:
+        Unsupported: Nobody has checked it, or this way to use it.
+    """
+    return check_family(config)(config, processor)
+
+
+__all__ = ["FAMILIES", "Family", "check_family", "make_family"]

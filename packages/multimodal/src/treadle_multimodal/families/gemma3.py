@@ -1,0 +1,71 @@
+"""Gemma 3: every image becomes the same number of tokens."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treadle_core import Unsupported
+from treadle_multimodal.families.base import Marker, Placed, rows_of
+from treadle_multimodal.prompt import Arrays
+from treadle_multimodal.sources import Kind
+
+PIXELS = "pixel_values"
+
+
+class Gemma3:
+    """Images only. As in mlx-vlm's own generation, a token sees those before it, in images too.
+
+    Args:
+        config: The checkpoint's.
+        processor: The checkpoint's, as mlx-vlm loads it.
+
+    Raises:
+        Unsupported: Its processor takes crops of images besides the whole.
+    """
+
+    def __init__(self, config: Mapping[str, Any], processor: Any) -> None:
+        if processor.image_processor.do_pan_and_scan:
+            raise Unsupported("Gemma 3 with pan and scan has not been checked")
+        self._per_image: int = processor.image_seq_length
+        self._pad: int = config.get("pad_token_id") or 0
+        words = (processor.boi_token, processor.image_token)
+        self._markers: dict[Kind, Marker] = {
+            "image": Marker(processor.boi_token, processor.image_token_id, words)
+        }
+
+    @property
+    def markers(self) -> Mapping[Kind, Marker]:
+        """Images."""
+        return self._markers
+
+    @property
+    def mixes_kinds(self) -> bool:
+        """There is one."""
+        return False
+
+    @property
+    def counts_axes(self) -> bool:
+        """It counts tokens."""
+        return False
+
+    def split(self, kind: Kind, arrays: Arrays, tokens: NDArray[Any]) -> list[Arrays]:
+        """One of the rows each."""
+        del kind, tokens
+        parts = rows_of(arrays, PIXELS, [1] * arrays[PIXELS].shape[0])
+        return [{PIXELS: part} for part in parts]
+
+    def num_tokens(self, kind: Kind, arrays: Arrays) -> int:
+        """The same for each image."""
+        del kind, arrays
+        return self._per_image
+
+    def positions(self, num_tokens: int, items: Sequence[Placed]) -> NDArray[np.int32] | None:
+        """The model counts tokens."""
+        del num_tokens, items
+        return None
+
+    def blanks(self, tokens: NDArray[Any]) -> NDArray[np.intp]:
+        """Where mlx-vlm takes a token for padding."""
+        return np.flatnonzero(tokens == self._pad)

@@ -1,0 +1,75 @@
+"""SmolVLM: an image as tiles and a small copy of the whole, each a run of placeholders."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treadle_core import Unsupported
+from treadle_multimodal.families.base import Marker, Placed, rows_of
+from treadle_multimodal.prompt import Arrays
+from treadle_multimodal.sources import Kind
+
+TILES = ("pixel_values", "pixel_attention_mask")
+
+
+class SmolVlm:
+    """Images only.
+
+    Args:
+        config: The checkpoint's.
+        processor: The checkpoint's, as mlx-vlm loads it.
+
+    Raises:
+        Unsupported: Its processor does not cut images into tiles of one size.
+    """
+
+    def __init__(self, config: Mapping[str, Any], processor: Any) -> None:
+        del config
+        if not processor.image_processor.do_image_splitting:
+            raise Unsupported("SmolVLM without image splitting has not been checked")
+        placeholder: int = processor.image_token_id
+        self._per_tile: int = processor.image_seq_len
+        self._whole: int = processor.tokenizer.convert_tokens_to_ids(processor.global_image_token)
+        words = (processor.image_token, processor.global_image_token)
+        self._markers: dict[Kind, Marker] = {
+            "image": Marker(processor.image_token, placeholder, words)
+        }
+
+    @property
+    def markers(self) -> Mapping[Kind, Marker]:
+        """Images."""
+        return self._markers
+
+    @property
+    def mixes_kinds(self) -> bool:
+        """There is one."""
+        return False
+
+    @property
+    def counts_axes(self) -> bool:
+        """It counts tokens."""
+        return False
+
+    def split(self, kind: Kind, arrays: Arrays, tokens: NDArray[Any]) -> list[Arrays]:
+        """Tiles by image: each image ends with the small copy of the whole."""
+        begins = np.flatnonzero(tokens == self._markers[kind].placeholder)[:: self._per_tile]
+        ends = np.flatnonzero(tokens[begins - 1] == self._whole) + 1
+        counts = [int(count) for count in np.diff(ends, prepend=0)]
+        parts = zip(*(rows_of(arrays, name, counts, axis=1) for name in TILES), strict=True)
+        return [dict(zip(TILES, part, strict=True)) for part in parts]
+
+    def num_tokens(self, kind: Kind, arrays: Arrays) -> int:
+        """As many for each tile."""
+        del kind
+        return arrays[TILES[0]].shape[1] * self._per_tile
+
+    def positions(self, num_tokens: int, items: Sequence[Placed]) -> NDArray[np.int32] | None:
+        """The model counts tokens."""
+        del num_tokens, items
+        return None
+
+    def blanks(self, tokens: NDArray[Any]) -> NDArray[np.intp]:
+        """None."""
+        return np.flatnonzero(np.zeros(len(tokens), dtype=bool))

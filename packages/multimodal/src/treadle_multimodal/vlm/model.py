@@ -1,0 +1,213 @@
+"""A vision model of mlx-vlm as the runtime calls it: text and media rows in one forward."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_vlm.models import cache as vlm_cache
+
+from treadle_core.mlx_runtime.adapter import RowInput
+from treadle_multimodal.features import FeatureCache
+from treadle_multimodal.prompt import EncodedPrompt, PreparedItem, Segment
+
+DEFAULT_FEATURE_BYTES = 512 * 2**20
+
+
+class Features:
+    """What the encoder makes of one item.
+
+    Args:
+        embeddings: In place of its placeholders' embeddings, ``[tokens, hidden]``.
+        deepstack: What is added to the hidden states behind the first layers, ``[tokens, hidden]``
+            each; empty where a model has none.
+    """
+
+    def __init__(self, embeddings: mx.array, deepstack: tuple[mx.array, ...]) -> None:
+        self.embeddings = embeddings
+        self.deepstack = deepstack
+        self.nbytes: int = sum(array.nbytes for array in (embeddings, *deepstack))
+
+
+class Run:
+    """Consecutive positions of one row's new tokens that are alike.
+
+    Args:
+        begin: First of them, counted from the row's first new token.
+        end: The one after the last.
+        segment: The item that stands there; None for text.
+        blank: Whether their embeddings are zero.
+        offset: Which of the item's features stands at ``begin``.
+    """
+
+    def __init__(
+        self, begin: int, end: int, segment: Segment | None, blank: bool, offset: int
+    ) -> None:
+        self.begin = begin
+        self.end = end
+        self.segment = segment
+        self.blank = blank
+        self.offset = offset
+
+
+class VlmModel:
+    """One loaded vision model. For the thread that loaded it.
+
+    Nothing of a request is kept here or in the model: what a row is comes with each forward.
+
+    Args:
+        model: As mlx-vlm loads it.
+        counts_axes: Whether its positions have three axes.
+        feature_bytes: Most bytes of vision features that are kept for later chunks and requests.
+    """
+
+    def __init__(
+        self, model: Any, *, counts_axes: bool, feature_bytes: int = DEFAULT_FEATURE_BYTES
+    ) -> None:
+        self.model: nn.Module = model
+        self._vlm = model
+        self._language: Any = model.language_model
+        self._counts_axes = counts_axes
+        self.features: FeatureCache[Features] = FeatureCache(feature_bytes)
+
+    def forward(
+        self, tokens: mx.array, caches: list[Any], rows: Sequence[RowInput] = ()
+    ) -> mx.array:
+        """Logits ``[B, N, vocab]`` of ``tokens [B, N]``, lazily; the caches advance.
+
+        Args:
+            tokens: Token ids.
+            caches: One for each layer.
+            rows: The B rows, each with an :class:`EncodedPrompt` if it has media; empty where all
+                of them are text that follows what the caches hold.
+        """
+        num_tokens = tokens.shape[1]
+        options: dict[str, Any] = {}
+        if self._counts_axes:
+            options["position_ids"] = self._positions(tokens, caches, rows)
+        runs = [list(runs_of(row, num_tokens)) for row in rows]
+        if any(run.segment or run.blank for row_runs in runs for run in row_runs):
+            options.update(self._embed(tokens, rows, runs))
+        return self._language(tokens, cache=caches, **options).logits
+
+    def new_cache(self) -> list[Any]:
+        """Caches for one row: mlx-lm's own classes, which do the same, where there is one."""
+        return [translated(cache) for cache in vlm_cache.make_prompt_cache(self._language)]
+
+    def encode(self, item: PreparedItem) -> Features:
+        """Vision features of an item, computed or kept from before."""
+        found = self.features.get(item.digest)
+        if found is None:
+            found = self._run_encoder(item)
+            self.features.put(item.digest, found)
+        return found
+
+    def embeddings(
+        self, prompt: EncodedPrompt, start: int = 0, stop: int | None = None
+    ) -> mx.array:
+        """Input embeddings ``[stop - start, hidden]`` of a part of a prompt."""
+        tokens = prompt.tokens[start:stop]
+        row = RowInput(start, prompt)
+        runs = list(runs_of(row, len(tokens)))
+        embedded: mx.array = self._embed(mx.array([tokens]), [row], [runs])["inputs_embeds"]
+        return embedded[0]
+
+    def _run_encoder(self, item: PreparedItem) -> Features:
+        """Features of one item, as mlx-vlm would put them into a prompt of its placeholders."""
+        tokens = mx.full((1, item.num_tokens), item.placeholder, dtype=mx.int32)
+        arrays = {name: mx.array(array) for name, array in item.arrays.items()}
+        pixels = arrays.pop("pixel_values", None)
+        made = self._vlm.get_input_embeddings(tokens, pixels, mask=mx.ones_like(tokens), **arrays)
+        deepstack = made.deepstack_visual_embeds
+        layers = () if deepstack is None else tuple(layer for layer in deepstack)
+        features = Features(made.inputs_embeds[0], layers)
+        # Evaluated, or pixels and encoder's intermediates would stay for as long as they do.
+        mx.eval(features.embeddings, *layers)
+        return features
+
+    def _positions(self, tokens: mx.array, caches: list[Any], rows: Sequence[RowInput]) -> mx.array:
+        """Positions ``[3, B, N]``, made on the host: nothing waits for a step in flight."""
+        if not rows:
+            return self._counted(tokens, caches)
+        num_rows, num_tokens = tokens.shape
+        found = np.empty((3, num_rows, num_tokens), dtype=np.int32)
+        for index, row in enumerate(rows):
+            found[:, index] = positions_of(row, num_tokens)
+        return mx.array(found)
+
+    def _counted(self, tokens: mx.array, caches: list[Any]) -> mx.array:
+        """Positions of text that follows what the caches hold."""
+        num_rows, num_tokens = tokens.shape
+        offset = caches[0].offset
+        start = offset[:, None] if isinstance(offset, mx.array) and offset.ndim else offset
+        counted = start + mx.arange(num_tokens, dtype=mx.int32)[None]
+        return mx.broadcast_to(counted[None], (3, num_rows, num_tokens))
+
+    def _embed(
+        self, tokens: mx.array, rows: Sequence[RowInput], runs: Sequence[Sequence[Run]]
+    ) -> dict[str, Any]:
+        """Embeddings ``[B, N, hidden]``, and what goes with them."""
+        text: mx.array = self._vlm.get_input_embeddings(tokens).inputs_embeds
+        embedded: list[mx.array] = []
+        seen = np.zeros(tokens.shape, dtype=bool)
+        deepstack: list[tuple[mx.array, ...]] = []
+        for index, (row, row_runs) in enumerate(zip(rows, runs, strict=True)):
+            parts: list[mx.array] = []
+            for run in row_runs:
+                words = text[index, run.begin : run.end]
+                if run.segment is None:
+                    parts.append(mx.zeros_like(words) if run.blank else words)
+                    continue
+                features = self.encode(row.prompt.items[run.segment.item])
+                there = slice(run.offset, run.offset + run.end - run.begin)
+                parts.append(features.embeddings[there])
+                deepstack.append(tuple(layer[there] for layer in features.deepstack))
+                seen[index, run.begin : run.end] = True
+            embedded.append(mx.concatenate(parts))
+        options: dict[str, Any] = {"inputs_embeds": mx.stack(embedded)}
+        if deepstack and deepstack[0]:
+            layers = zip(*deepstack, strict=True)
+            options["deepstack_visual_embeds"] = [mx.concatenate(list(part)) for part in layers]
+            options["visual_pos_masks"] = mx.array(seen)
+        return options
+
+
+def positions_of(row: RowInput, num_tokens: int) -> Any:
+    """Positions of a row's new tokens: ``[3, N]``, or ``[N]`` where all axes count alike."""
+    prompt: EncodedPrompt | None = row.prompt
+    counted = np.arange(row.start, row.start + num_tokens, dtype=np.int32)
+    if prompt is None or prompt.positions is None:
+        return counted
+    inside = prompt.positions[:, row.start : row.start + num_tokens]
+    behind = counted[inside.shape[1] :] + prompt.delta
+    return np.concatenate([inside, np.broadcast_to(behind, (3, len(behind)))], axis=1)
+
+
+def runs_of(row: RowInput, num_tokens: int) -> Iterator[Run]:
+    """A row's new tokens, cut where text, items and blanks begin."""
+    prompt: EncodedPrompt | None = row.prompt
+    start, stop = row.start, row.start + num_tokens
+    if prompt is None:
+        yield Run(0, num_tokens, None, blank=False, offset=0)
+        return
+    segments = [part for part in prompt.segments if part.start < stop and part.end > start]
+    blanks = [position for position in prompt.blanks if start <= position < stop]
+    covered = {max(part.start, start): part for part in segments}
+    cuts = {start, stop, *blanks, *(position + 1 for position in blanks), *covered}
+    cuts.update(min(part.end, stop) for part in segments)
+    for begin, end in pairwise(sorted(cuts)):
+        segment = covered.get(begin)
+        offset = 0 if segment is None else segment.offset + begin - segment.start
+        yield Run(begin - start, end - start, segment, begin in blanks, offset)
+
+
+def translated(cache: Any) -> Any:
+    """mlx-lm's class for one of mlx-vlm's caches, which the runtime knows; others stay."""
+    if type(cache) is vlm_cache.KVCache:
+        return KVCache()
+    if type(cache) is vlm_cache.RotatingKVCache:
+        return RotatingKVCache(max_size=cache.max_size, keep=cache.keep)
+    return cache
