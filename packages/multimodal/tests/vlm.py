@@ -105,9 +105,10 @@ class Rows:
         self.prompts: list[EncodedPrompt] = []
         self.starts: list[int] = []
 
-    def join(self, prompt: EncodedPrompt, chunk: int) -> None:
-        """A row with all of a prompt but its last token."""
-        row, length = len(self.prompts), len(prompt.tokens) - 1
+    def join(self, prompt: EncodedPrompt, chunk: int, length: int | None = None) -> None:
+        """A row with the first tokens of a prompt; all but the last, if nothing is said."""
+        row = len(self.prompts)
+        length = len(prompt.tokens) - 1 if length is None else length
         self.group.open(Open(0, row))
         for start in range(0, length, chunk):
             stop = min(start + chunk, length)
