@@ -172,11 +172,15 @@ def test_what_comes_back_is_numpy_read_only_and_no_view_of_more(family: str) -> 
 
 @every_family
 def test_many_threads_prepare_at_once(family: str) -> None:
-    requests = [(image(seed), image(seed + 50, *SIZES[seed % 5])) for seed in range(12)]
-    expected = [encoded(family, "look", media) for media in requests]
+    """Text and media alternate, since processors pad them on different sides."""
+    words = "long enough that another thread gets a turn, " * 40
+    requests: list[tuple[Media, ...]] = []
+    for seed in range(12):
+        requests += [(), (image(seed), image(seed + 50, *SIZES[seed % 5]))]
+    expected = [encoded(family, words, media) for media in requests]
 
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda media: encoded(family, "look", media), requests))
+        found = list(pool.map(lambda media: encoded(family, words, media), requests))
 
     for one, other in zip(found, expected, strict=True):
         assert one.tokens == other.tokens

@@ -1,6 +1,6 @@
-"""Image, video and audio input for Treadle engines: so far up to decoded pixels and samples.
+"""Image, video and audio input for Treadle engines.
 
-Nothing here imports mlx or mlx-vlm.
+Nothing here imports mlx or mlx-vlm; models are in :mod:`treadle_multimodal.vlm`.
 """
 
 from treadle_multimodal.audio import decode_audio
@@ -15,6 +15,7 @@ from treadle_multimodal.errors import (
     MediaUnavailable,
     UnsupportedMedia,
 )
+from treadle_multimodal.features import FeatureCache, FeatureStats
 from treadle_multimodal.fetch import Fetched, Fetcher, Resolver, SystemResolver
 from treadle_multimodal.images import convert_image, decode_image
 from treadle_multimodal.limits import MediaLimits
@@ -22,6 +23,7 @@ from treadle_multimodal.load import MediaLoader, load_media
 from treadle_multimodal.media import DecodedAudio, DecodedImage, DecodedVideo, Media
 from treadle_multimodal.parsing import is_media, parse_content, parse_part, parse_reference
 from treadle_multimodal.policy import FetchPolicy
+from treadle_multimodal.prompt import EncodedPrompt, PreparedItem, Segment
 from treadle_multimodal.sources import (
     Base64,
     Bytes,
@@ -44,6 +46,9 @@ __all__ = [
     "DecodedAudio",
     "DecodedImage",
     "DecodedVideo",
+    "EncodedPrompt",
+    "FeatureCache",
+    "FeatureStats",
     "FetchPolicy",
     "Fetched",
     "Fetcher",
@@ -62,7 +67,9 @@ __all__ = [
     "MediaUnavailable",
     "MultimodalConfig",
     "PilImage",
+    "PreparedItem",
     "Resolver",
+    "Segment",
     "Source",
     "SystemResolver",
     "UnsupportedMedia",
