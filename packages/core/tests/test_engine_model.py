@@ -8,11 +8,13 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from msgspec.structs import replace
 
 from treadle_core import (
     Engine,
     EngineConfig,
     Failed,
+    InvalidRequest,
     Request,
     SamplingParams,
     Unsupported,
@@ -20,12 +22,14 @@ from treadle_core import (
     run,
 )
 from treadle_core.layers import Opaque
-from treadle_core.mlx_runtime.adapter import TextModel, inspect
+from treadle_core.mlx_runtime.adapter import RowInput, TextModel, inspect
 from treadle_core.mlx_runtime.load import make_runner
+from treadle_core.mlx_runtime.runner import ModelRunner
 from treadle_core.mlx_runtime.sampler import DrawParams, Row, keep_likely
 from treadle_core.pacing import FixedChunk
 from treadle_core.plan import RowSetup
-from treadle_core.testing import zoo
+from treadle_core.prefix import MediaSpan
+from treadle_core.testing import RecordingStore, zoo
 
 POISON = 319
 
@@ -121,3 +125,80 @@ def test_a_context_longer_than_the_models_is_refused() -> None:
 
     with pytest.raises(Unsupported, match="context_length: got 1000000, the model has 4096"):
         Engine(runner, config=EngineConfig(context_length=1_000_000))
+
+
+class ShiftingModel(TextModel):
+    """Adds to the tokens of a prompt what its request attached, position by position."""
+
+    def forward(
+        self, tokens: mx.array, caches: list[Any], rows: Sequence[RowInput] = ()
+    ) -> mx.array:
+        num_tokens = tokens.shape[1]
+        shifts = [[shift_at(row, row.start + index) for index in range(num_tokens)] for row in rows]
+        return super().forward(tokens + mx.array(shifts), caches, rows)
+
+
+def shift_at(row: RowInput, position: int) -> int:
+    shifts: tuple[int, ...] = row.prompt or ()
+    return shifts[position] if position < len(shifts) else 0
+
+
+def with_media(name: str, prompt: tuple[int, ...], shift: int) -> Request:
+    """Its second half is a media item that adds ``shift``."""
+    half = len(prompt) // 2
+    span = MediaSpan(half, len(prompt) - half, bytes([shift]))
+    shifts = (0,) * half + (shift,) * span.length
+    return Request(id=name, prompt=prompt, params=greedy(8), media=(span,), attachment=shifts)
+
+
+class TestMedia:
+    PROMPT = tuple(range(10, 50))
+
+    def engine(self, store: RecordingStore | None = None) -> Engine:
+        model = ShiftingModel(zoo.build("llama"))
+        spec = replace(inspect(TextModel(model.model), zoo.config("llama")), media=True)
+        return Engine(ModelRunner(model, spec), chunk=FixedChunk(16), store=store)
+
+    def expected(self, shift: int) -> tuple[int, ...]:
+        half = len(self.PROMPT) // 2
+        shifted = (*self.PROMPT[:half], *(token + shift for token in self.PROMPT[half:]))
+        engine = Engine(make_runner(zoo.build("llama"), zoo.config("llama")))
+        return self.answers(engine, [Request(id="r", prompt=shifted, params=greedy(8))])["r"]
+
+    def answers(self, engine: Engine, requests: list[Request]) -> dict[str, tuple[int, ...]]:
+        completions = collect(run(engine, requests))
+        return {key[0]: tuple(answer.tokens) for key, answer in completions.items()}
+
+    def test_each_row_has_its_own_attachment(self) -> None:
+        requests = [with_media(f"shift{shift}", self.PROMPT, shift) for shift in (3, 7, 3)]
+        requests = [replace(r, id=f"{index}") for index, r in enumerate(requests)]
+        text = Request(id="text", prompt=self.PROMPT, params=greedy(8))
+
+        found = self.answers(self.engine(), [requests[0], text, *requests[1:]])
+
+        shifts = {"0": 3, "1": 7, "2": 3, "text": 0}
+        assert found == {name: self.expected(shift) for name, shift in shifts.items()}
+
+    def test_an_attachment_ends_with_its_request(self) -> None:
+        engine = self.engine()
+        self.answers(engine, [with_media("r", self.PROMPT, 3)])
+
+        found = self.answers(engine, [Request(id="r", prompt=self.PROMPT, params=greedy(8))])
+
+        assert found["r"] == self.expected(0)
+
+    def test_what_is_stored_is_reused_for_the_same_media_only(self) -> None:
+        store = RecordingStore()
+        engine, half = self.engine(store), len(self.PROMPT) // 2
+
+        for shift in (3, 7, 3):
+            found = self.answers(engine, [with_media("r", self.PROMPT, shift)])
+            assert found["r"] == self.expected(shift)
+
+        assert store.found == [0, half, len(self.PROMPT) - 1]
+
+    def test_a_model_that_reads_text_refuses_media(self) -> None:
+        engine = Engine(make_runner(zoo.build("llama"), zoo.config("llama")))
+
+        with pytest.raises(InvalidRequest, match="media: got '1 spans', expected none: the model"):
+            engine.add(with_media("r", self.PROMPT, 3))

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from treadle_core.errors import InvalidRequest
+from treadle_core.prefix import MediaSpan
 from treadle_core.request import MAX_SEED, Request, SamplingParams
 
 NAN, INFINITY = math.nan, math.inf
@@ -281,3 +282,32 @@ def test_a_long_value_is_cut_in_the_sentence() -> None:
 
     assert len(str(error)) < 160
     assert "…" in str(error)
+
+
+# Media
+
+
+SPAN = MediaSpan(1, 2, b"digest")
+
+
+def test_a_request_may_bring_media_and_what_the_model_needs_of_them() -> None:
+    request = make_request(prompt=(5, 6, 6), media=(SPAN,), attachment="pixels")
+
+    assert request.media == (SPAN,)
+    assert request.attachment == "pixels"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "limit"),
+    [
+        ({"media": [SPAN], "prompt": (5, 6, 6)}, "media", "a tuple of spans"),
+        ({"media": (SPAN,), "prompt": "text"}, "media", "a prompt of token ids beside them"),
+        ({"media": (SPAN,), "prompt": (5, 6)}, "media", "a span of the prompt's 2 tokens"),
+        ({"media": ("picture",)}, "media", "a span of the prompt's 2 tokens"),
+        ({"attachment": "pixels"}, "attachment", "media beside it"),
+    ],
+)
+def test_media_that_do_not_fit_are_refused(fields: Any, field: str, limit: str) -> None:
+    error = refused(make_request, **fields)
+
+    assert (error.field, error.limit) == (field, limit)

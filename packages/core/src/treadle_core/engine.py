@@ -467,6 +467,10 @@ class Engine:
             for token in getattr(request.params, field):
                 if token >= vocab_size:
                     raise InvalidRequest(field, token, f"token ids below {vocab_size}")
+        if request.media and not self._runner.spec.media:
+            raise InvalidRequest(
+                "media", f"{len(request.media)} spans", "none: the model reads text"
+            )
         if request.params.stop and self._tokenizer is None:
             raise InvalidRequest("stop", request.params.stop, "nothing: there is no tokenizer")
         if not self._scheduler.layout.fits_alone(len(prompt) + 1):

@@ -104,6 +104,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
         note: Why not, in one sentence, when ``batched`` is false.
         model_type: The architecture's name.
         storable: Whether a row's state comes back as it was; ``note`` says why not.
+        media: Whether it understands what requests attach to their prompts.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -113,6 +114,7 @@ class ModelSpec(Struct, frozen=True, kw_only=True):
     note: str = ""
     model_type: str = ""
     storable: bool = True
+    media: bool = False
 
 
 def bound(spec: LayerSpec, max_kv_size: int, keep: int) -> LayerSpec:

@@ -100,7 +100,7 @@ Instruction = Resize | Open | Promote | Close | Transfer | Restore | Save
 
 
 class RowSetup(Struct, frozen=True, kw_only=True):
-    """Everything about sampling that a row brings along when it joins.
+    """Everything that a row brings along when it joins, besides the tokens of its chunks.
 
     Attributes:
         key: The answer.
@@ -111,6 +111,7 @@ class RowSetup(Struct, frozen=True, kw_only=True):
         output: The answer's tokens so far; a live view that grows as tokens are read.
         processors: Called on the row's logits before sampling.
         constraint: A token constraint, or None.
+        attachment: What the model is given of the prompt besides token ids, or None.
     """
 
     key: Key
@@ -121,6 +122,7 @@ class RowSetup(Struct, frozen=True, kw_only=True):
     output: Sequence[int]
     processors: tuple[LogitsProcessor, ...] = ()
     constraint: Any = None
+    attachment: Any = None
 
 
 class Prefill(Struct, frozen=True, kw_only=True, tag="prefill"):

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from treadle_core.errors import InvalidRequest
+from treadle_core.prefix import MediaSpan
 
 MAX_STOP_STRINGS = 16
 MAX_TOP_LOGPROBS = 20
@@ -126,6 +127,9 @@ class Request(Struct, frozen=True, kw_only=True):
             ends of messages: a prefix store keeps state there that it could not cut later.
         logits_processors: Called in order on the row's logits for each token.
         constraint: Makes a :class:`treadle_core.ports.TokenConstraint` for each answer.
+        media: Where media stand in a prompt of token ids; stored KV is reused for the same only.
+        attachment: What the model is given of the prompt besides token ids, as the model's own
+            package made it.
     """
 
     id: str
@@ -138,6 +142,8 @@ class Request(Struct, frozen=True, kw_only=True):
     boundaries: tuple[int, ...] = ()
     logits_processors: tuple[LogitsProcessor, ...] = ()
     constraint: Callable[[], Any] | None = None
+    media: tuple[MediaSpan, ...] = ()
+    attachment: Any = None
 
     def __post_init__(self) -> None:
         """Check every field that needs no model.
@@ -158,6 +164,9 @@ class Request(Struct, frozen=True, kw_only=True):
             check_int("boundaries", boundary, 1)
         check_callables("logits_processors", self.logits_processors)
         check_callables("constraint", () if self.constraint is None else (self.constraint,))
+        check_media(self.media, self.prompt)
+        if self.attachment is not None and not self.media:
+            raise InvalidRequest("attachment", type(self.attachment).__name__, "media beside it")
 
 
 def check_int(field: str, value: object, low: int, high: int | None = None) -> None:
@@ -236,6 +245,18 @@ def check_prompt(prompt: object) -> None:
         limit = "text or a non-empty tuple of token ids"
         raise InvalidRequest("prompt", cast("object", prompt), limit)
     check_tokens("prompt", cast("object", prompt))
+
+
+def check_media(media: object, prompt: str | tuple[int, ...]) -> None:
+    """Raise InvalidRequest unless ``media`` are spans of a prompt of token ids."""
+    if not isinstance(media, tuple):
+        raise InvalidRequest("media", media, "a tuple of spans")
+    spans = cast("tuple[object, ...]", media)
+    if spans and isinstance(prompt, str):
+        raise InvalidRequest("media", spans, "a prompt of token ids beside them")
+    for span in spans:
+        if not isinstance(span, MediaSpan) or span.end > len(prompt):
+            raise InvalidRequest("media", span, f"a span of the prompt's {len(prompt)} tokens")
 
 
 def check_tokens(field: str, tokens: object) -> None:

@@ -40,9 +40,8 @@ class Reuse:
 
     def prefetch(self, request: Request, prompt: tuple[int, ...]) -> None:
         """A request is waiting: a slower tier may begin to read."""
-        key = PrefixKey(tokens=prompt, salt=request.cache_salt or "")
         try:
-            self._store.prefetch(key, len(prompt) - 1)
+            self._store.prefetch(_key_of(request, prompt), len(prompt) - 1)
         except Exception:
             logger.exception("a prefix store failed to read ahead")
 
@@ -168,4 +167,8 @@ class Reuse:
 
 
 def _key(sequence: Sequence, num_tokens: int) -> PrefixKey:
-    return PrefixKey(tokens=sequence.tokens(0, num_tokens), salt=sequence.request.cache_salt or "")
+    return _key_of(sequence.request, sequence.tokens(0, num_tokens))
+
+
+def _key_of(request: Request, tokens: tuple[int, ...]) -> PrefixKey:
+    return PrefixKey(tokens=tokens, salt=request.cache_salt or "", media=request.media)

@@ -655,4 +655,5 @@ def _setup(sequence: Sequence) -> RowSetup:
         output=sequence.output,
         processors=request.logits_processors,
         constraint=sequence.constraint if make is not None else None,
+        attachment=request.attachment,
     )

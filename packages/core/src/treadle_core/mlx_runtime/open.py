@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -15,6 +16,14 @@ from treadle_core.ports import Observer, PrefixStore
 logger = logging.getLogger("treadle")
 
 
+class ModelLoader(Protocol):
+    """Loads a model on the calling thread, as :func:`~treadle_core.mlx_runtime.load.load` does."""
+
+    def __call__(self, options: ModelOptions, *, max_draft_tokens: int) -> LoadedModel:
+        """Load what ``options`` say; drafts of up to so many tokens are to be verified."""
+        ...
+
+
 def open_engine(
     options: ModelOptions | None = None,
     config: EngineConfig | None = None,
@@ -23,6 +32,7 @@ def open_engine(
     observers: Sequence[Observer] = (),
     make_store: Callable[[], PrefixStore | None] | None = None,
     make_drafting: Callable[[], tuple[Drafter, DraftController]] | None = None,
+    load_model: ModelLoader = load,
 ) -> tuple[Engine, LoadedModel]:
     """Load a model and make an engine over it, both owned by the calling thread.
 
@@ -37,6 +47,7 @@ def open_engine(
             be made is told at once; if anything fails after it, the store is closed.
         make_drafting: Makes who drafts and who decides how much, on the engine's thread too; None
             decodes one token at a time.
+        load_model: Loads it; another package may know models that this one does not.
 
     Raises:
         ModelLoadError: The checkpoint cannot be used.
@@ -50,7 +61,7 @@ def open_engine(
         drafter, controller = make_drafting() if make_drafting is not None else (None, None)
         wire_memory()
         longest = controller.max_tokens if controller is not None else 0
-        loaded = load(options or ModelOptions(), max_draft_tokens=longest)
+        loaded = load_model(options or ModelOptions(), max_draft_tokens=longest)
         if loaded.runner.spec.note:
             logger.warning("%s: %s", loaded.name, loaded.runner.spec.note)
         if store is not None and not loaded.runner.spec.storable:

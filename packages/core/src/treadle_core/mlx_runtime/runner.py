@@ -17,6 +17,7 @@ from treadle_core.plan import (
     Close,
     Decode,
     Instruction,
+    Key,
     Open,
     Plan,
     Prefill,
@@ -129,6 +130,7 @@ class ModelRunner:
         self._num_steps = 0
         self._prefixes: PrefixStore | None = None
         self._config = dict(config or {})
+        self._attachments: dict[Key, Any] = {}
 
     @property
     def spec(self) -> ModelSpec:
@@ -163,8 +165,11 @@ class ModelRunner:
         """
         for key in plan.leaves:
             self._sampler.leave(key)
+            self._attachments.pop(key, None)
         for setup in plan.joins:
             self._sampler.join(setup)
+            if setup.attachment is not None:
+                self._attachments[setup.key] = setup.attachment
         if not self._sampler.num_rows:
             # Nobody is there: what the last row brought along need not be kept.
             self._sampler.clear()
@@ -192,6 +197,7 @@ class ModelRunner:
         """Drop rows, buffers and everything in flight."""
         self._groups.clear()
         self._sampler.clear()
+        self._attachments.clear()
         self._last = None
         self._before = None
         mx.clear_cache()
@@ -259,7 +265,8 @@ class ModelRunner:
         """
         started = self._stopwatch.now()
         group = self._groups[prefill.group]
-        group.prefill(prefill.row, prefill.tokens, prefill.start)
+        attachment = self._attachments.get(prefill.key)
+        group.prefill(prefill.row, prefill.tokens, prefill.start, attachment)
         mx.eval(group.arrays())
         return self._stopwatch.now() - started
 
@@ -273,7 +280,8 @@ class ModelRunner:
             end = begin + len(members)
             starts = [decode.start for decode in members]
             fed = tokens[begin:end, None]
-            logits.append(self._groups[group].decode(fed, starts)[:, -1])
+            out = self._groups[group].decode(fed, starts, self._attached(members))
+            logits.append(out[:, -1])
             begin = end
         joined = logits[0] if len(logits) == 1 else mx.concatenate(logits)
         return self._sampler.choose(joined, decodes)
@@ -284,7 +292,8 @@ class ModelRunner:
         for group, members in _by_group(decodes):
             fed = padded([_fed(decode) for decode in members])
             starts = [decode.start for decode in members]
-            logits = self._groups[group].decode(mx.array(fed, dtype=mx.int32), starts)
+            tokens = mx.array(fed, dtype=mx.int32)
+            logits = self._groups[group].decode(tokens, starts, self._attached(members))
             width = len(fed[0])
             index = [
                 row * width + place
@@ -294,6 +303,10 @@ class ModelRunner:
             lanes.append(mx.take(mx.flatten(logits, 0, 1), mx.array(index), axis=0))
         joined = lanes[0] if len(lanes) == 1 else mx.concatenate(lanes)
         return verify(self._sampler, joined, decodes)
+
+    def _attached(self, decodes: Sequence[Decode]) -> list[Any]:
+        """What the model is given of each row's prompt besides tokens."""
+        return [self._attachments.get(decode.key) for decode in decodes]
 
     def _feed(self, decodes: Sequence[Decode]) -> mx.array:
         """Ids ``[rows]`` to feed: from the step before while they are still on the device."""

@@ -8,6 +8,8 @@ import numpy as np
 from treadle_core.ports import RowReader
 from treadle_core.prefix import HostArray, Prefix, PrefixKey, PrefixStats, StateLayout, host_dtype
 
+_Word = int | tuple[bytes, int]
+
 
 class TokenRow:
     """A row whose state says which tokens it is the state of, and nothing else.
@@ -118,7 +120,7 @@ class RecordingStore:
         self._delay = delay
         self._lost = lost
         self._generation = 0
-        self._entries: dict[tuple[str, tuple[int, ...]], _Ticket] = {}
+        self._entries: dict[tuple[str, tuple[_Word, ...]], _Ticket] = {}
         self._next = 0
         self._layout: StateLayout | None = None
 
@@ -149,9 +151,10 @@ class RecordingStore:
         assert limit <= len(key.tokens), f"limit {limit} of {len(key.tokens)} tokens"
         best: _Ticket | None = None
         length = 0
-        for (salt, tokens), entry in self._entries.items():
-            common = _common(tokens, key.tokens[:limit]) if salt == key.salt else 0
-            if self.layout.has_state and common < len(tokens):
+        wanted = _words(key)[:limit]
+        for (salt, words), entry in self._entries.items():
+            common = _common(words, wanted) if salt == key.salt else 0
+            if self.layout.has_state and common < len(words):
                 continue
             if common > length:
                 best, length = entry, common
@@ -198,7 +201,7 @@ class RecordingStore:
             return
         self.inserted.append(key.tokens)
         arrays = row.tokens(0, row.num_tokens)
-        self._entries[key.salt, key.tokens] = _Ticket(key.tokens, arrays, row.state())
+        self._entries[key.salt, _words(key)] = _Ticket(key.tokens, arrays, row.state())
 
     def clear(self) -> None:
         """Forget everything."""
@@ -214,7 +217,16 @@ class RecordingStore:
         self.closed = True
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
+def _words(key: PrefixKey) -> tuple[_Word, ...]:
+    """What stands at each position: a token, or a place of a media item."""
+    words: list[_Word] = list(key.tokens)
+    for span in key.media:
+        for position in range(span.start, min(span.end, len(words))):
+            words[position] = (span.digest, position - span.start)
+    return tuple(words)
+
+
+def _common(one: Sequence[_Word], other: Sequence[_Word]) -> int:
     length = 0
     for a, b in zip(one, other, strict=False):
         if a != b:
