@@ -297,7 +297,7 @@ class TestFeatures:
 class TestSpec:
     @every_family
     def test_every_layer_is_known_and_rows_may_share(self, family: str) -> None:
-        spec = loaded(family).spec
+        spec = loaded(family).base.runner.spec
 
         full = FullAttention(2, 16, 16, "float32")
         ring = Window(2, 16, 16, "float32", zoo.WINDOW)

@@ -272,7 +272,7 @@ Layout = list[tuple[str, tuple[int, int, int], int]]
 )
 def test_positions_are_those_of_mlx_vlm(family: str, layout: Layout, tail: int) -> None:
     target = loaded(family)
-    language, config = target.model.model.language_model, target.config
+    language, config = target.model.model.language_model, target.base.config
     start, end = config["vision_start_token_id"], config["vision_end_token_id"]
     tokens: list[int] = [5]
     grids: dict[str, list[list[int]]] = {"image": [], "video": []}

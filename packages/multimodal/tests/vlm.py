@@ -12,6 +12,7 @@ from mlx_vlm.models.cache import make_prompt_cache
 from mlx_vlm.utils import prepare_inputs
 
 from treadle_core.mlx_runtime.groups import SlotGroup
+from treadle_core.mlx_runtime.load import ModelOptions
 from treadle_core.plan import Open, Promote, Resize
 from treadle_multimodal.media import DecodedImage, DecodedVideo, Media, make_image, make_video
 from treadle_multimodal.prompt import EncodedPrompt
@@ -30,7 +31,7 @@ QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 @cache
 def loaded(family: str) -> LoadedVlm:
     folder = Path(mkdtemp(prefix="treadle-vlm-"))
-    return load_vlm(str(zoo.save_checkpoint(family, folder)))
+    return load_vlm(ModelOptions(model=str(zoo.save_checkpoint(family, folder))))
 
 
 def image(seed: int = 0, width: int = 80, height: int = 60) -> DecodedImage:
@@ -99,8 +100,9 @@ class Rows:
 
     def __init__(self, family: str, capacity: int = 1024, num_rows: int = 8) -> None:
         target = loaded(family)
-        assert target.spec.batched, target.spec.note
-        self.group = SlotGroup(target.model, target.spec.layers, slack=8, width_step=64)
+        spec = target.base.runner.spec
+        assert spec.batched, spec.note
+        self.group = SlotGroup(target.model, spec.layers, slack=8, width_step=64)
         self.group.resize(Resize(0, num_rows, capacity))
         self.prompts: list[EncodedPrompt] = []
         self.starts: list[int] = []

@@ -24,7 +24,7 @@ from treadle_core.layers import (
     quantise,
     why_no_drafts,
 )
-from treadle_core.mlx_runtime.adapter import TextModel, inspect
+from treadle_core.mlx_runtime.adapter import ModelAdapter, TextModel, inspect
 from treadle_core.mlx_runtime.gguf import find_demo_model, load_gguf
 from treadle_core.mlx_runtime.probe import (
     check_batching,
@@ -142,16 +142,26 @@ def make_runner(
         )
     text = TextModel(model)
     spec = check_batching(text, inspect(text, config))
-    slack = min(slack, widest_forward(config) - 1)
-    wrong = check_drafts(text, spec) if slack and not why_no_drafts(spec) else ""
-    if wrong:
-        raise Unsupported(f"no drafts can be verified with {spec.model_type}: {wrong}")
+    slack = draft_limit(text, spec, config, slack)
     if max_kv_size:
         spec = bounded(spec, max_kv_size)
     if kv_bits is not None:
         spec = quantised(spec, kv_bits, kv_group_size)
         check_quantising(text, spec)
     return ModelRunner(text, check_storing(text, spec), slack=slack, config=config)
+
+
+def draft_limit(model: ModelAdapter, spec: ModelSpec, config: dict[str, Any], most: int) -> int:
+    """Longest draft of up to ``most`` tokens that a forward takes; the logits are proven right.
+
+    Raises:
+        Unsupported: Drafts give wrong logits.
+    """
+    limit = min(most, widest_forward(config) - 1)
+    wrong = check_drafts(model, spec) if limit and not why_no_drafts(spec) else ""
+    if wrong:
+        raise Unsupported(f"no drafts can be verified with {spec.model_type}: {wrong}")
+    return limit
 
 
 def widest_forward(config: dict[str, Any]) -> int:

@@ -1,0 +1,141 @@
+"""Text and media requests in one engine: answers are those of mlx-vlm, each request alone."""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("treadle_multimodal", reason="the default environment leaves mlx-vlm out")
+
+from msgspec.structs import replace
+
+from treadle_core import Engine, EngineConfig, Request, SamplingParams, collect, run
+from treadle_core.mlx_runtime.runner import ModelRunner
+from treadle_core.pacing import FixedChunk
+from treadle_core.testing import RecordingStore
+from treadle_multimodal.media import Media
+from treadle_multimodal.testing import zoo
+from treadle_multimodal.vlm.model import VlmModel
+
+from .vlm import QWEN, Reference, clip, encoded, image, loaded
+
+every_family = pytest.mark.parametrize("family", zoo.FAMILIES)
+
+NUM_TOKENS = 6
+
+REQUESTS: dict[str, tuple[str, tuple[Media, ...]]] = {
+    "text": ("a text without any picture", ()),
+    "one": ("what is this?", (image(0),)),
+    "two": ("compare", (image(1, 120, 50), image(2))),
+    "repeated": ("the same twice", (image(3, 150, 90), image(4, 60, 60), image(3, 150, 90))),
+    "other": ("what is this?", (image(9),)),
+    "long": ("words " * 60, ()),
+}
+VIDEO = ("look", (clip(0), clip(7, 5, 120, 60)))
+
+
+def requested(name: str) -> tuple[str, tuple[Media, ...]]:
+    return VIDEO if name == "video" else REQUESTS[name]
+
+
+def request(family: str, name: str, identity: str | None = None) -> Request:
+    prompt = encoded(family, *requested(name))
+    return Request(
+        id=identity or name,
+        prompt=prompt.tokens,
+        params=SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True),
+        media=prompt.media,
+        attachment=prompt if prompt.media else None,
+    )
+
+
+@cache
+def expected(family: str, name: str) -> tuple[int, ...]:
+    reference, found = Reference(family, *requested(name)), list[int]()
+    for _ in range(NUM_TOKENS):
+        found.append(int(reference.logits(found)[-1].argmax()))
+    return tuple(found)
+
+
+def make_engine(
+    family: str,
+    store: RecordingStore | None = None,
+    **config: Any,
+) -> tuple[Engine, VlmModel]:
+    target = loaded(family)
+    axes = target.preprocessor.family.counts_axes
+    model = VlmModel(target.model.model, counts_axes=axes)
+    runner = ModelRunner(model, target.base.runner.spec)
+    settings = EngineConfig(**config)
+    engine = Engine(
+        runner,
+        tokenizer=target.base.tokenizer,
+        config=settings,
+        chunk=FixedChunk(16),
+        store=store,
+    )
+    return engine, model
+
+
+def answers(engine: Engine, requests: list[Request]) -> dict[str, tuple[int, ...]]:
+    completions = collect(run(engine, requests))
+    return {key[0]: tuple(answer.tokens) for key, answer in completions.items()}
+
+
+@every_family
+@pytest.mark.parametrize("rows", [2, 8])
+def test_all_requests_get_the_tokens_of_their_own_run(family: str, rows: int) -> None:
+    engine, _ = make_engine(family, max_num_seqs=rows)
+
+    found = answers(engine, [request(family, name) for name in REQUESTS])
+
+    assert found == {name: expected(family, name) for name in REQUESTS}
+
+
+@every_family
+def test_a_stored_prefix_is_reused_for_the_same_picture_only(family: str) -> None:
+    store = RecordingStore()
+    engine, model = make_engine(family, store)
+    prompt = encoded(family, *requested("one"))
+
+    for name in ("one", "other", "one"):
+        assert answers(engine, [request(family, name)])[name] == expected(family, name)
+
+    nothing, until_picture, all_but_last = store.found
+    assert (nothing, all_but_last) == (0, len(prompt.tokens) - 1)
+    if family != "gemma3":  # what it keeps cannot be cut
+        assert until_picture == prompt.segments[0].start
+    assert model.features.stats().misses == 2
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_a_row_that_is_given_up_comes_back_with_its_pictures(family: str) -> None:
+    """Memory for few rows: some are given up and prefilled again, with what they generated."""
+    budget = spec_bytes(loaded(family).base.runner.spec, 400)
+    params = SamplingParams(max_tokens=180, temperature=0.0, ignore_eos=True)
+    requests = [replace(request(family, "two", f"r{index}"), params=params) for index in range(3)]
+    (alone,) = answers(make_engine(family)[0], requests[:1]).values()
+
+    engine, _ = make_engine(family, max_num_seqs=4, kv_memory_bytes=budget)
+    completions = collect(run(engine, requests))
+
+    assert alone[:NUM_TOKENS] == expected(family, "two")
+    assert [tuple(answer.tokens) for answer in completions.values()] == [alone] * 3
+    assert sum(answer.usage.preemptions for answer in completions.values() if answer.usage) > 0
+
+
+@pytest.mark.parametrize("family", QWEN)
+def test_videos_beside_text(family: str) -> None:
+    engine, _ = make_engine(family)
+    names = ["text", "video", "one"]
+
+    found = answers(engine, [request(family, name) for name in names])
+
+    assert found == {name: expected(family, name) for name in names}
+
+
+def spec_bytes(spec: Any, num_tokens: int) -> int:
+    """KV of that many tokens, all layers counted as full."""
+    layers = [2 * layer.heads * layer.key_dim * 4 for layer in spec.layers]
+    return int(np.sum(layers)) * num_tokens
