@@ -1,6 +1,7 @@
 """Preparing equals mlx-vlm's own, items are told apart, and what does not fit is refused."""
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +14,14 @@ pytest.importorskip("treadle_multimodal", reason="the default environment leaves
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treadle_core import Unsupported
+from treadle_core import ModelLoadError, Unsupported
+from treadle_core.mlx_runtime.load import ModelOptions
 from treadle_multimodal import MediaError, UnsupportedMedia
 from treadle_multimodal.families import make_family
 from treadle_multimodal.media import Media, make_audio, make_image
 from treadle_multimodal.prompt import EncodedPrompt
 from treadle_multimodal.testing import zoo
+from treadle_multimodal.vlm.checkpoint import load_vlm
 from treadle_multimodal.vlm.preprocess import Preprocessor
 
 from .media_files import picture
@@ -185,6 +188,28 @@ def test_many_threads_prepare_at_once(family: str) -> None:
     for one, other in zip(found, expected, strict=True):
         assert one.tokens == other.tokens
         assert one.segments == other.segments
+
+
+class TestOptions:
+    @pytest.mark.parametrize("options", [{"adapter_path": "lora"}, {"max_kv_size": 64}])
+    def test_an_option_that_was_not_checked_is_refused(self, options: dict[str, Any]) -> None:
+        (name,) = options
+        with pytest.raises(Unsupported, match=f"{name} has not been checked with media"):
+            load_vlm(ModelOptions(model="nowhere", **options))
+
+    def test_a_checkpoint_of_another_family_is_refused_before_its_weights(
+        self, tmp_path: Path
+    ) -> None:
+        (tmp_path / "config.json").write_text('{"model_type": "llava"}')
+
+        with pytest.raises(Unsupported, match="media input for llava has not been checked"):
+            load_vlm(ModelOptions(model=str(tmp_path)))
+
+    def test_a_checkpoint_that_cannot_be_read_is_named(self, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text('{"model_type": "qwen2_vl"}')
+
+        with pytest.raises(ModelLoadError, match=str(tmp_path)):
+            load_vlm(ModelOptions(model=str(tmp_path)))
 
 
 class TestRefused:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
@@ -30,8 +30,8 @@ QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 @cache
 def loaded(family: str) -> LoadedVlm:
-    folder = Path(mkdtemp(prefix="treadle-vlm-"))
-    return load_vlm(ModelOptions(model=str(zoo.save_checkpoint(family, folder))))
+    with TemporaryDirectory() as folder:
+        return load_vlm(ModelOptions(model=str(zoo.save_checkpoint(family, Path(folder)))))
 
 
 def image(seed: int = 0, width: int = 80, height: int = 60) -> DecodedImage:
