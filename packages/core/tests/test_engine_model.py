@@ -21,15 +21,17 @@ from treadle_core import (
     collect,
     run,
 )
+from treadle_core.drafting import DraftRoom, VerifiedStep
 from treadle_core.layers import Opaque
 from treadle_core.mlx_runtime.adapter import RowInput, TextModel, inspect
 from treadle_core.mlx_runtime.load import make_runner
 from treadle_core.mlx_runtime.runner import ModelRunner
 from treadle_core.mlx_runtime.sampler import DrawParams, Row, keep_likely
 from treadle_core.pacing import FixedChunk
-from treadle_core.plan import RowSetup
+from treadle_core.plan import Key, RowSetup
 from treadle_core.prefix import MediaSpan
 from treadle_core.testing import RecordingStore, zoo
+from treadle_core.testing.drafting import LastWrongDrafter, OracleDrafter
 
 POISON = 319
 
@@ -151,13 +153,40 @@ def with_media(name: str, prompt: tuple[int, ...], shift: int) -> Request:
     return Request(id=name, prompt=prompt, params=greedy(8), media=(span,), attachment=shifts)
 
 
+class Always:
+    """Asks for drafts of three tokens."""
+
+    max_tokens = 3
+
+    def limits(self, rows: Sequence[DraftRoom]) -> list[int]:
+        return [min(row.most, self.max_tokens) for row in rows]
+
+    def settle(self, rows: Sequence[DraftRoom]) -> list[int]:
+        return [row.most for row in rows]
+
+    def observe(self, step: VerifiedStep) -> None:
+        pass
+
+    def leave(self, key: Key) -> None:
+        pass
+
+
 class TestMedia:
     PROMPT = tuple(range(10, 50))
 
-    def engine(self, store: RecordingStore | None = None) -> Engine:
+    def engine(
+        self, store: RecordingStore | None = None, drafter: OracleDrafter | None = None
+    ) -> Engine:
         model = ShiftingModel(zoo.build("llama"))
         spec = replace(inspect(TextModel(model.model), zoo.config("llama")), media=True)
-        return Engine(ModelRunner(model, spec), chunk=FixedChunk(16), store=store)
+        controller = Always() if drafter else None
+        return Engine(
+            ModelRunner(model, spec, slack=3),
+            chunk=FixedChunk(16),
+            store=store,
+            drafter=drafter,
+            controller=controller,
+        )
 
     def expected(self, shift: int) -> tuple[int, ...]:
         half = len(self.PROMPT) // 2
@@ -178,6 +207,37 @@ class TestMedia:
 
         shifts = {"0": 3, "1": 7, "2": 3, "text": 0}
         assert found == {name: self.expected(shift) for name, shift in shifts.items()}
+
+    @pytest.mark.parametrize("kind", [OracleDrafter, LastWrongDrafter])
+    def test_drafts_are_verified_with_each_rows_own_attachment(
+        self, kind: type[OracleDrafter]
+    ) -> None:
+        # They go on behind the prompt, so that answers without them would be others.
+        requests = [
+            Request(
+                id=f"{shift}",
+                prompt=self.PROMPT[shift:],
+                params=greedy(12),
+                media=(MediaSpan(0, 1, bytes([shift])),),
+                attachment=(shift,) * 60,
+            )
+            for shift in (3, 7, 0)
+        ]
+        expected = self.answers(self.engine(), requests)
+
+        def go_on(tokens: Sequence[int], num: int) -> list[int]:
+            (request,) = (r for r in requests if r.prompt[0] == tokens[0])
+            known = [*request.prompt, *expected[request.id]]
+            assert known[: len(tokens)] == list(tokens)
+            return [*known[len(tokens) :], *[1] * num][:num]
+
+        engine = self.engine(drafter=kind(go_on))
+        found = self.answers(engine, requests)
+
+        assert found == expected
+        drafts = engine.stats().drafts
+        assert drafts is not None
+        assert drafts.accepted > 12
 
     def test_an_attachment_ends_with_its_request(self) -> None:
         engine = self.engine()

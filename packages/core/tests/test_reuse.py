@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache
 from msgspec.structs import replace
 
+from treadle_core.batch import run
 from treadle_core.engine import Engine, EngineConfig
 from treadle_core.errors import InvalidRequest, Unsupported
 from treadle_core.events import Event, Failed, Finished, TokenOut
@@ -17,8 +18,10 @@ from treadle_core.layers import state_layout
 from treadle_core.mlx_runtime.adapter import TextModel, inspect
 from treadle_core.mlx_runtime.load import make_runner
 from treadle_core.mlx_runtime.probe import check_storing
+from treadle_core.mlx_runtime.runner import ModelRunner
 from treadle_core.plan import Prefill, Restore
-from treadle_core.prefix import Prefix, PrefixKey
+from treadle_core.ports import RowReader
+from treadle_core.prefix import MediaSpan, Prefix, PrefixKey
 from treadle_core.request import Request, SamplingParams
 from treadle_core.testing import (
     SMALL_SPEC,
@@ -184,6 +187,38 @@ def test_a_store_that_raises_hurts_nobody(method: str) -> None:
             each.run()
     assert all(isinstance(event, Finished) for event in rig.ended.values())
     assert len(rig.ended) == 2
+
+
+class Asked(RecordingStore):
+    """Keeps every key that it is given, by what for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: list[tuple[str, PrefixKey]] = []
+
+    def find(self, key: PrefixKey, limit: int) -> Prefix:
+        self.keys.append(("find", key))
+        return super().find(key, limit)
+
+    def prefetch(self, key: PrefixKey, limit: int) -> None:
+        self.keys.append(("prefetch", key))
+
+    def insert(self, key: PrefixKey, row: RowReader, generation: int) -> None:
+        self.keys.append(("insert", key))
+        super().insert(key, row, generation)
+
+
+def test_every_key_of_a_request_has_its_media_and_salt() -> None:
+    store, media = Asked(), (MediaSpan(5, 9, b"picture"),)
+    model = TextModel(zoo.build("llama"))
+    spec = replace(inspect(model, zoo.config("llama")), media=True)
+    engine = Engine(ModelRunner(model, spec), config=EngineConfig(), store=store)
+
+    for name in ("first", "second"):
+        run(engine, [request(name, media=media, cache_salt="tenant")])
+
+    assert {name for name, _ in store.keys} == {"find", "prefetch", "insert"}
+    assert {(key.media, key.salt) for _, key in store.keys} == {(media, "tenant")}
 
 
 def test_a_salt_that_is_no_text_is_refused() -> None:

@@ -1,6 +1,8 @@
 """Text and media requests in one engine: answers are those of mlx-vlm, each request alone."""
 
+from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +13,17 @@ pytest.importorskip("treadle_multimodal", reason="the default environment leaves
 from msgspec.structs import replace
 
 from treadle_core import Engine, EngineConfig, Request, SamplingParams, collect, run
+from treadle_core.drafting import DraftRoom, VerifiedStep
+from treadle_core.mlx_runtime.load import LoadedModel, ModelOptions
+from treadle_core.mlx_runtime.open import open_engine
 from treadle_core.mlx_runtime.runner import ModelRunner
 from treadle_core.pacing import FixedChunk
+from treadle_core.plan import Key
 from treadle_core.testing import RecordingStore
+from treadle_core.testing.drafting import Continuation, LastWrongDrafter, OracleDrafter
 from treadle_multimodal.media import Media
 from treadle_multimodal.testing import zoo
+from treadle_multimodal.vlm.checkpoint import load_vlm
 from treadle_multimodal.vlm.model import VlmModel
 
 from .vlm import QWEN, Reference, clip, encoded, image, loaded
@@ -123,6 +131,65 @@ def test_a_row_that_is_given_up_comes_back_with_its_pictures(family: str) -> Non
     assert alone[:NUM_TOKENS] == expected(family, "two")
     assert [tuple(answer.tokens) for answer in completions.values()] == [alone] * 3
     assert sum(answer.usage.preemptions for answer in completions.values() if answer.usage) > 0
+
+
+class Always:
+    """Asks for drafts of three tokens."""
+
+    max_tokens = 3
+
+    def limits(self, rows: Sequence[DraftRoom]) -> list[int]:
+        return [min(row.most, self.max_tokens) for row in rows]
+
+    def settle(self, rows: Sequence[DraftRoom]) -> list[int]:
+        return [row.most for row in rows]
+
+    def observe(self, step: VerifiedStep) -> None:
+        pass
+
+    def leave(self, key: Key) -> None:
+        pass
+
+
+def continuation(family: str) -> Continuation:
+    """Right drafts for every request."""
+    known = [
+        [*request(family, name).prompt, *expected(family, name)]
+        for name in REQUESTS
+        if name != "other"
+    ]
+
+    def go_on(tokens: Sequence[int], num: int) -> list[int]:
+        (found, *_) = (each for each in known if each[: len(tokens)] == list(tokens))
+        return [*found[len(tokens) :], *[1] * num][:num]
+
+    return go_on
+
+
+@every_family
+@pytest.mark.parametrize("kind", [OracleDrafter, LastWrongDrafter])
+def test_an_engine_with_drafts_gives_the_same_answers(
+    family: str, kind: type[OracleDrafter], tmp_path: Path
+) -> None:
+    def load_model(options: ModelOptions, *, max_draft_tokens: int) -> LoadedModel:
+        return load_vlm(options, max_draft_tokens=max_draft_tokens).base
+
+    engine, loaded_model = open_engine(
+        ModelOptions(model=str(zoo.save_checkpoint(family, tmp_path))),
+        memory_utilization=0.5,
+        make_drafting=lambda: (kind(continuation(family)), Always()),
+        load_model=load_model,
+    )
+
+    # "other" begins as "one" does, to one who sees tokens alone.
+    names = [name for name in REQUESTS if name != "other"]
+    found = answers(engine, [request(family, name) for name in names])
+
+    assert loaded_model.runner.spec.media
+    assert found == {name: expected(family, name) for name in names}
+    drafts = engine.stats().drafts
+    assert drafts is not None
+    assert drafts.accepted >= 2 * len(names)
 
 
 @pytest.mark.parametrize("family", QWEN)

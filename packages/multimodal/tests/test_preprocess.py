@@ -191,7 +191,9 @@ def test_many_threads_prepare_at_once(family: str) -> None:
 
 
 class TestOptions:
-    @pytest.mark.parametrize("options", [{"adapter_path": "lora"}, {"max_kv_size": 64}])
+    @pytest.mark.parametrize(
+        "options", [{"adapter_path": "lora"}, {"max_kv_size": 64}, {"kv_bits": 8}]
+    )
     def test_an_option_that_was_not_checked_is_refused(self, options: dict[str, Any]) -> None:
         (name,) = options
         with pytest.raises(Unsupported, match=f"{name} has not been checked with media"):
