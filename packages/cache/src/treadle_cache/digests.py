@@ -33,7 +33,7 @@ class Namespace(Struct, frozen=True, kw_only=True):
     """What states must have in common to be interchangeable, besides tokens and media.
 
     Attributes:
-        fingerprint: Digest of weights, config, tokenizer and dtype.
+        fingerprint: Digest of weights, config, settings and dtype.
         kv_format: How the state is kept: dtype or bits of every layer.
         adapter: Identity and version of the adapter in use; empty for none.
         salt: Keeps a tenant's states to itself; empty where all share.

@@ -313,7 +313,10 @@ class Engine:
         return bool(answers)
 
     def step(self) -> list[Event]:
-        """Advance by one step and return what became known. Never blocks without work."""
+        """Advance by one step and return what became known.
+
+        Without work it returns at once; while rows only wait for a slower tier, within 50 ms.
+        """
         if self._closed:
             raise EngineClosed
         # How far a row is after a draft is known when the step was read.
