@@ -190,7 +190,8 @@ class PrefixStore(Protocol):
         """Serve one model from now on; called once, before anything else.
 
         Args:
-            fingerprint: Digest of weights, config, settings and dtype; keys are token ids, so the tokenizer has no part in it.
+            fingerprint: Digest of weights, config, settings and dtype. Keys are token ids, so the
+                tokenizer has no part in it.
             layout: What its rows consist of.
 
         Raises:
