@@ -17,7 +17,7 @@ import pytest
 
 from treadle_cache.disk.testing import CHANGES, Call, WatchedFiles
 
-from .harness import Session, tiered_store, tokens
+from .harness import BLOCK, Session, tiered_store, tokens
 
 FAMILIES = ("llama", "qwen3_next")
 WORK = {
@@ -160,7 +160,8 @@ def test_an_engine_that_was_killed_while_it_wrote(family: str, turn: int, tmp_pa
     assert again > 0
     session.engine.close()
     verified = Session(family, tiered_store(tmp_path))
-    assert serve(verified) >= again
+    # Disk matches end with a block; those of RAM, before, at any token.
+    assert serve(verified) > again - len(WORK) * BLOCK
     verified.engine.close()
 
 

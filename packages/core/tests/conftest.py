@@ -4,8 +4,6 @@ from importlib.util import find_spec
 
 import pytest
 
-pytest.register_assert_rewrite("treadle_core.testing.contracts")
-
 
 @pytest.fixture(params=["asyncio", *(["trio"] if find_spec("trio") else [])])
 def anyio_backend(request: pytest.FixtureRequest) -> str:

@@ -47,7 +47,8 @@ def test_the_official_client_chats(client: openai.OpenAI) -> None:
     assert reply.usage.prompt_tokens == len("user\nhi\nassistant\n") + 3
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
     assert reply.usage.prompt_tokens_details is not None
-    assert reply.usage.prompt_tokens_details.cached_tokens == 0
+    # Other tests may have asked the same server the same.
+    assert 0 <= reply.usage.prompt_tokens_details.cached_tokens < reply.usage.prompt_tokens
     assert reply._request_id == reply.id
 
 
@@ -69,7 +70,13 @@ def test_the_official_client_streams_the_same_answer(client: openai.OpenAI) -> N
     assert finishes.count(None) == len(finishes) - 1
     assert finishes[-1] == whole.choices[0].finish_reason
     assert chunks[-1].choices == []
-    assert chunks[-1].usage == whole.usage
+    streamed, asked = chunks[-1].usage, whole.usage
+    assert streamed is not None
+    assert asked is not None
+    # Both count alike; what was reused depends on who asked before.
+    assert streamed.prompt_tokens == asked.prompt_tokens
+    assert streamed.completion_tokens == asked.completion_tokens
+    assert streamed.total_tokens == asked.total_tokens
 
 
 def test_the_official_stream_helper_accepts_the_stream(client: openai.OpenAI) -> None:
