@@ -1,5 +1,6 @@
 """Speculation from flags to replies."""
 
+from importlib.util import find_spec
 from typing import Any
 
 import msgspec
@@ -30,6 +31,8 @@ def test_nobody_drafts_unless_told() -> None:
 
 
 def test_a_fixed_number_of_tokens_is_what_the_controller_asks_for() -> None:
+    if find_spec("treadle_speculative") is None:
+        pytest.skip("treadle-speculative is not installed")
     options = serve_of("--speculative-method", "ngram", "--num-speculative-tokens", "4").speculative
     make = compose.drafting_maker(options)
     assert make is not None
