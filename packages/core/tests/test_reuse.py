@@ -312,3 +312,14 @@ def test_what_is_not_a_number_is_not_stored(family: str) -> None:
     assert any(isinstance(event, Failed) for event in events)
     assert store.stats().num_entries == 0
     assert state_layout(runner.spec).format
+
+
+def test_what_was_computed_before_a_clear_is_not_stored_though_it_was_looked_up_after_it() -> None:
+    """A prompt is looked up again while it is prefilled; its first chunks stay what they are."""
+    rig = Rig(RecordingStore(), chunked_prefill_tokens=16, prefill_step_size=16)
+    rig.engine.add(request("long"))
+    rig.step()
+    assert rig.chunks("long")
+    rig.engine.clear_prefixes()
+    rig.run()
+    assert rig.store.inserted == []

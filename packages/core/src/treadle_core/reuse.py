@@ -66,13 +66,18 @@ class Reuse:
             return Prefix(miss="refused")
         known = len(sequence.prompt) + len(sequence.output)
         try:
-            sequence.generation = self._store.generation
+            self._begin(sequence)
             found = self._store.find(_key(sequence, known), sequence.num_tokens - 1)
         except Exception:
             logger.exception("a prefix store failed to look up")
             return Prefix(miss="damaged")
         sequence.waits_until = now + LONGEST_RESTORE
         return found
+
+    def _begin(self, sequence: Sequence) -> None:
+        """Note when computing a row begins; what it holds already stays as old as it is."""
+        if sequence.num_computed == 0:
+            sequence.generation = self._store.generation
 
     def is_looked_up_again(self, sequence: Sequence) -> bool:
         """Whether to look again before a chunk: another may have computed the same since."""
@@ -90,7 +95,9 @@ class Reuse:
             return Prefix(miss="damaged")
         try:
             prefix = self._store.poll(sequence.ticket)
-            generation = self._store.generation
+            if prefix is not None and prefix.ticket is None:
+                # Nothing came, perhaps because of a clear: all of it is computed from now on.
+                self._begin(sequence)
         except Exception:
             logger.exception("a prefix store failed while something was read")
             sequence.ticket = None
@@ -98,9 +105,6 @@ class Reuse:
         if prefix is None:
             return None
         sequence.ticket = None
-        if prefix.ticket is None:
-            # All of it is computed from now on, after a clear that came in between.
-            sequence.generation = generation
         return prefix
 
     def forget(self, sequence: Sequence) -> None:

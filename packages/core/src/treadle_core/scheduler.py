@@ -381,8 +381,12 @@ class Scheduler:
         return restored
 
     def _restore(self, draft: Draft, sequence: Sequence, prefix: Prefix) -> None:
+        """Let a row wait for a prefix, or begin with it, unless it holds as much already."""
         assert self._reuse is not None
         if prefix.ticket is None:
+            return
+        if prefix.num_tokens <= sequence.num_computed:
+            self._reuse.release(prefix.ticket)
             return
         if not prefix.ready:
             sequence.ticket = prefix.ticket
@@ -560,11 +564,7 @@ class Scheduler:
         just_admitted = any(setup.key == sequence.key for setup in draft.joins)
         if self._reuse is None or just_admitted or not self._reuse.is_looked_up_again(sequence):
             return False
-        found = self._reuse.find(sequence, now)
-        if found.num_tokens > sequence.num_computed:
-            self._restore(draft, sequence, found)
-        elif found.ticket is not None:
-            self._reuse.release(found.ticket)
+        self._restore(draft, sequence, self._reuse.find(sequence, now))
         return sequence.ticket is not None
 
     def _prefill(self, draft: Draft, sequence: Sequence, most: int, room: int) -> int:
