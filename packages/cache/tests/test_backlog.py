@@ -4,9 +4,10 @@ import pytest
 
 from treadle_cache.config import CacheConfig
 from treadle_cache.ram import RamStore
-from treadle_cache.testing import FakeSlowTier, TokenRow, layout_of
+from treadle_cache.testing import FakeSlowTier, layout_of
 from treadle_cache.tiered import TieredStore
 from treadle_core.prefix import PrefixKey, StateLayout
+from treadle_core.testing.prefixes import KeyedRow
 
 PLAIN = layout_of("float32")
 HYBRID = layout_of("bfloat16", has_state=True)
@@ -23,7 +24,7 @@ class Tiers:
         self.store.attach("weights", layout)
 
     def keep(self, text: str) -> None:
-        row = TokenRow(key(text), self.layout)
+        row = KeyedRow(key(text), self.layout)
         self.store.insert(key(text), row, self.store.generation)
         self.store.check_integrity()
 

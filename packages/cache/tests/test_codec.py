@@ -10,10 +10,11 @@ from treadle_cache.codec import Quantizer
 from treadle_cache.config import CacheConfig
 from treadle_cache.index import block_metadata_bytes
 from treadle_cache.ram import RamStore
-from treadle_cache.testing import FakeSlowTier, TokenRow, layout_of
+from treadle_cache.testing import FakeSlowTier, layout_of
 from treadle_cache.tiered import TieredStore
 from treadle_core.errors import InvalidRequest, Unsupported
 from treadle_core.prefix import HostArray, PrefixKey
+from treadle_core.testing.prefixes import KeyedRow
 
 SIZE = 4
 DTYPES = ("bfloat16", "float16", "float32")
@@ -56,7 +57,7 @@ def test_blocks_hold_what_mlx_makes_of_the_whole_row(bits: int) -> None:
     layout = layout_of(*DTYPES, dim=64)
     store = quantized(bits=bits)
     store.attach("weights", layout)
-    row = TokenRow(key(12), layout)
+    row = KeyedRow(key(12), layout)
     store.insert(key(12), row, 0)
     store.check_integrity()
     ticket = store.find(key(13), 12).ticket
@@ -77,7 +78,7 @@ def test_quantised_blocks_are_smaller() -> None:
     sizes: list[int] = []
     for store in (exact, small):
         store.attach("weights", layout)
-        store.insert(key(8), TokenRow(key(8), layout), 0)
+        store.insert(key(8), KeyedRow(key(8), layout), 0)
         sizes.append(store.stats().used_bytes - 2 * block_metadata_bytes(SIZE))
     # A group of 32 floats: 128 bytes, or 16 and a scale and a bias.
     assert sizes[1] * 128 == sizes[0] * 24
@@ -90,12 +91,12 @@ def test_short_states_are_kept_as_they_are_whoever_shares_them() -> None:
         store = quantized(min_tokens=6)
         store.attach("weights", layout)
         for one in order:
-            store.insert(one, TokenRow(one, layout), 0)
+            store.insert(one, KeyedRow(one, layout), 0)
             store.check_integrity()
         ticket = store.find(key(21), 20).ticket
         assert ticket is not None
         loaded = store.load(ticket).tokens(0)
-        (fresh,) = TokenRow(key(20), layout).tokens(0, 20)
+        (fresh,) = KeyedRow(key(20), layout).tokens(0, 20)
         assert loaded[:, :8].tobytes() == fresh[:, :8].tobytes()
         assert loaded[:, 8:].tobytes() == expected(fresh[:, 8:], 8).tobytes()
 
@@ -106,7 +107,7 @@ def test_the_budget_knows_both_sizes_of_block() -> None:
     body = SIZE * layout.token_bytes * 40 // 128 + block_metadata_bytes(SIZE)
     store = quantized(min_tokens=5, capacity=2 * head + 3 * body)
     store.attach("weights", layout)
-    store.insert(key(6 * SIZE), TokenRow(key(6 * SIZE), layout), 0)
+    store.insert(key(6 * SIZE), KeyedRow(key(6 * SIZE), layout), 0)
     store.check_integrity()
     assert store.stats().used_bytes == store.stats().capacity_bytes
     assert store.find(key(24), 24).num_tokens == 5 * SIZE
@@ -116,7 +117,7 @@ def test_what_follows_the_last_block_is_kept_as_it_is() -> None:
     layout = layout_of("bfloat16", has_state=True, dim=64)
     store = quantized()
     store.attach("weights", layout)
-    row = TokenRow(key(6), layout)
+    row = KeyedRow(key(6), layout)
     store.insert(key(6), row, 0)
     ticket = store.find(key(7), 6).ticket
     assert ticket is not None
@@ -131,7 +132,7 @@ def test_exact_and_quantised_states_are_never_confused(tmp_path: Path) -> None:
     stores += [quantized(), quantized(bits=4), quantized(min_tokens=8)]
     for store in stores:
         store.attach("weights", layout)
-        store.insert(key(8), TokenRow(key(8), layout), 0)
+        store.insert(key(8), KeyedRow(key(8), layout), 0)
     assert len({store.chain(key(8)).root for store in stores}) == len(stores)
     stores[0].save_to_disk(tmp_path / "exact")
     assert stores[1].load_from_disk(tmp_path / "exact") == 0
@@ -141,14 +142,14 @@ def test_quantised_blocks_survive_both_ways_out(tmp_path: Path) -> None:
     layout = layout_of("float16", dim=64)
     store = TieredStore(quantized(min_tokens=3, capacity=0), FakeSlowTier())
     store.attach("weights", layout)
-    store.insert(key(12), TokenRow(key(12), layout), 0)
+    store.insert(key(12), KeyedRow(key(12), layout), 0)
     ticket = store.find(key(13), 12).ticket
     assert ticket is not None
     rows = [store.load(ticket).tokens(0)]
     first, second = quantized(min_tokens=3), quantized(min_tokens=3)
     for ram in (first, second):
         ram.attach("weights", layout)
-    first.insert(key(12), TokenRow(key(12), layout), 0)
+    first.insert(key(12), KeyedRow(key(12), layout), 0)
     first.save_to_disk(tmp_path / "cache")
     assert second.load_from_disk(tmp_path / "cache") == 3
     second.check_integrity()
@@ -177,7 +178,7 @@ def test_what_cannot_be_quantised_is_refused(
 def test_a_quantizer_names_the_arrays_it_makes() -> None:
     layout = layout_of("bfloat16", dim=64)
     codec = Quantizer(layout.tokens, 4, 32)
-    arrays = codec.encode(TokenRow(key(5), layout).tokens(0, 5))
+    arrays = codec.encode(KeyedRow(key(5), layout).tokens(0, 5))
     assert [(one.heads, one.dim, one.dtype) for one in codec.arrays] == [
         (2, 8, "uint32"),
         (2, 2, "bfloat16"),

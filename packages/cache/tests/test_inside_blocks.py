@@ -16,9 +16,10 @@ from treadle_cache.index import (
     block_metadata_bytes,
 )
 from treadle_cache.ram import RamStore
-from treadle_cache.testing import FakeSlowTier, TokenRow, layout_of
+from treadle_cache.testing import FakeSlowTier, layout_of
 from treadle_cache.tiered import TieredStore
 from treadle_core.prefix import HostArray, MediaSpan, Prefix, PrefixKey, StateLayout
+from treadle_core.testing.prefixes import KeyedRow
 
 SIZE = 12
 PLAIN = layout_of("bfloat16", "float32")
@@ -45,7 +46,7 @@ def keep(
 ) -> None:
     for its in keys:
         its = key(its) if isinstance(its, str) else its
-        store.insert(its, TokenRow(its, layout), store.generation)
+        store.insert(its, KeyedRow(its, layout), store.generation)
         store.check_integrity()
 
 
@@ -61,7 +62,7 @@ def state_of(its: PrefixKey, num_tokens: int, layout: StateLayout = PLAIN) -> li
     """What computing exactly the first ``num_tokens`` tokens gives."""
     media = tuple([span for span in its.media if span.start < num_tokens])
     cut = PrefixKey(tokens=its.tokens[:num_tokens], salt=its.salt, media=media)
-    return TokenRow(cut, layout).tokens(0, num_tokens)
+    return KeyedRow(cut, layout).tokens(0, num_tokens)
 
 
 def holds(store: RamStore | TieredStore, ticket: int | None, its: PrefixKey) -> bool:
@@ -125,7 +126,7 @@ def test_however_many_branches_there_are_the_longest_is_found() -> None:
     store = store_for(capacity=1 << 22)
     for letter in range(300):
         keep_text = FIRST + "mnopqr" + chr(1000 + letter) * 6
-        store.insert(key(keep_text), TokenRow(key(keep_text), PLAIN), 0)
+        store.insert(key(keep_text), KeyedRow(key(keep_text), PLAIN), 0)
     assert reuse(store, FIRST + "mnopqr" + chr(1150) * 5 + "X") == 23
 
 
@@ -239,7 +240,7 @@ def test_what_could_not_be_written_is_not_matched_inside() -> None:
     store = store_for()
     keep(store, FIRST)
     failing = key(FIRST + SECOND)
-    store.insert(failing, TokenRow(failing, PLAIN, RuntimeError("metal")), 0)
+    store.insert(failing, KeyedRow(failing, PLAIN, RuntimeError("metal")), 0)
     assert reuse(store, FIRST + "mnopX") == 12
 
 
@@ -248,7 +249,7 @@ def test_what_follows_a_match_inside_a_block_is_stored_in_whole_blocks() -> None
     keep(store, FIRST + SECOND)
     longer = key(FIRST + "mnopYYYYYYYYZZZ")
     assert reuse(store, longer) == 16
-    row = TokenRow(longer, PLAIN)
+    row = KeyedRow(longer, PLAIN)
     store.insert(longer, row, store.generation)
     assert row.reads == [(12, 24)]
     assert reuse(store, longer) == 24

@@ -9,8 +9,9 @@ import pytest
 from treadle_cache.config import CacheConfig
 from treadle_cache.index import CHECKPOINT_METADATA_BYTES, block_metadata_bytes
 from treadle_cache.ram import RamStore
-from treadle_cache.testing import TokenRow, layout_of
+from treadle_cache.testing import layout_of
 from treadle_core.prefix import HostArray, MediaSpan, PrefixKey, StateLayout
+from treadle_core.testing.prefixes import KeyedRow
 
 PLAIN = layout_of("float32")
 MIXED = layout_of("bfloat16", "float16", "float32", "bfloat16")
@@ -31,8 +32,8 @@ def key(text: str, salt: str = "", media: tuple[MediaSpan, ...] = ()) -> PrefixK
     return PrefixKey(tokens=tuple(map(ord, text)), salt=salt, media=media)
 
 
-def insert(store: RamStore, its: PrefixKey, layout: StateLayout) -> TokenRow:
-    row = TokenRow(its, layout)
+def insert(store: RamStore, its: PrefixKey, layout: StateLayout) -> KeyedRow:
+    row = KeyedRow(its, layout)
     store.insert(its, row, store.generation)
     store.check_integrity()
     return row
@@ -57,7 +58,7 @@ def same(left: list[HostArray], right: list[HostArray]) -> bool:
 def loads_exactly(store: RamStore, ticket: int, its: PrefixKey, layout: StateLayout) -> bool:
     row = store.load(ticket)
     cut = PrefixKey(tokens=its.tokens[: row.num_tokens], salt=its.salt, media=its.media)
-    fresh = TokenRow(cut, layout)
+    fresh = KeyedRow(cut, layout)
     arrays = [row.tokens(index) for index in range(len(layout.tokens))]
     return same(arrays, fresh.tokens(0, row.num_tokens)) and same(row.state(), fresh.state())
 
@@ -112,7 +113,7 @@ def test_an_array_that_is_loaded_is_not_the_stored_one() -> None:
 def test_a_state_that_is_stored_is_not_the_live_one() -> None:
     live = [np.ones((2, 3, 4), np.float32)]
 
-    class Live(TokenRow):
+    class Live(KeyedRow):
         def state(self) -> list[HostArray]:
             return [live[0][:, :2]]
 
@@ -163,7 +164,7 @@ def test_what_was_begun_before_a_clear_is_not_kept() -> None:
     its = key("abcdefgh")
     generation = store.generation
     store.clear()
-    row = TokenRow(its, PLAIN)
+    row = KeyedRow(its, PLAIN)
     store.insert(its, row, generation)
     assert row.reads == []
     assert store.find(its, 8).miss == "cleared"
@@ -256,7 +257,7 @@ def test_a_row_that_cannot_be_read_is_not_stored(failure: Exception) -> None:
     store = store_for(HYBRID)
     insert(store, key("abcdefghij"), HYBRID)
     longer = key("abcdefghijklmnop")
-    store.insert(longer, TokenRow(longer, HYBRID, failure), 0)
+    store.insert(longer, KeyedRow(longer, HYBRID, failure), 0)
     store.check_integrity()
     assert store.stats().details["failed_inserts"] == 1
     assert found(store, longer) == (0 if isinstance(failure, MemoryError) else 10)
@@ -265,7 +266,7 @@ def test_a_row_that_cannot_be_read_is_not_stored(failure: Exception) -> None:
 
 
 def test_a_state_of_another_size_than_announced_is_not_stored() -> None:
-    class Larger(TokenRow):
+    class Larger(KeyedRow):
         @property
         def state_bytes(self) -> int:
             return 1
@@ -289,12 +290,12 @@ def test_memory_goes_back_when_entries_go() -> None:
     layout = layout_of("float32", heads=4, dim=64)
     block = SIZE * layout.token_bytes
     store = store_for(layout, 8 * (block + block_metadata_bytes(SIZE)))
-    store.insert(key("abcd"), TokenRow(key("abcd"), layout), 0)
+    store.insert(key("abcd"), KeyedRow(key("abcd"), layout), 0)
     tracemalloc.start()
     try:
         for number in range(64):
             its = PrefixKey(tokens=tuple(range(number, number + SIZE)))
-            store.insert(its, TokenRow(its, layout), 0)
+            store.insert(its, KeyedRow(its, layout), 0)
         full, _ = tracemalloc.get_traced_memory()
         store.clear()
         empty, _ = tracemalloc.get_traced_memory()
@@ -308,7 +309,7 @@ def test_a_long_prefix_is_assembled_quickly() -> None:
     layout = layout_of(*["float32"] * 60, heads=3, dim=64)
     num_tokens = 3000
 
-    class Zeros(TokenRow):
+    class Zeros(KeyedRow):
         def tokens(self, start: int, stop: int) -> list[HostArray]:
             return [np.zeros((3, stop - start, 64), np.float32) for _ in layout.tokens]
 

@@ -8,8 +8,9 @@ from treadle_cache.config import CacheConfig
 from treadle_cache.index import block_metadata_bytes
 from treadle_cache.ram import RamStore
 from treadle_cache.saved import MAGIC, ArrayShape
-from treadle_cache.testing import TokenRow, layout_of
+from treadle_cache.testing import layout_of
 from treadle_core.prefix import PrefixKey, StateLayout
+from treadle_core.testing.prefixes import KeyedRow
 
 PLAIN = layout_of("bfloat16", "float32")
 HYBRID = layout_of("float16", has_state=True)
@@ -31,7 +32,7 @@ def key(text: str) -> PrefixKey:
 
 def insert(store: RamStore, layout: StateLayout, *texts: str) -> None:
     for text in texts:
-        store.insert(key(text), TokenRow(key(text), layout), store.generation)
+        store.insert(key(text), KeyedRow(key(text), layout), store.generation)
 
 
 def reuse(store: RamStore, layout: StateLayout, text: str) -> int:
@@ -40,7 +41,7 @@ def reuse(store: RamStore, layout: StateLayout, text: str) -> int:
     prefix = store.find(key(text), len(text))
     if prefix.ticket is not None:
         row = store.load(prefix.ticket)
-        fresh = TokenRow(key(text[: prefix.num_tokens]), layout)
+        fresh = KeyedRow(key(text[: prefix.num_tokens]), layout)
         stored = [row.tokens(index) for index in range(len(layout.tokens))] + row.state()
         expected = [*fresh.tokens(0, prefix.num_tokens), *fresh.state()]
         for left, right in zip(stored, expected, strict=True):

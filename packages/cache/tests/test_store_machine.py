@@ -14,9 +14,10 @@ from treadle_cache.config import CacheConfig
 from treadle_cache.index import MIN_LONE_TOKENS
 from treadle_cache.ram import RamStore
 from treadle_cache.storage import HeldRow
-from treadle_cache.testing import FakeSlowTier, TokenRow, layout_of
+from treadle_cache.testing import FakeSlowTier, layout_of
 from treadle_cache.tiered import TieredStore
 from treadle_core.prefix import HostArray, Prefix, PrefixKey, StateLayout
+from treadle_core.testing.prefixes import KeyedRow
 
 SIZE = 3
 FEWEST = min(SIZE, MIN_LONE_TOKENS)
@@ -36,7 +37,7 @@ keys = st.builds(
 )
 
 
-class WatchedRow(TokenRow):
+class WatchedRow(KeyedRow):
     """A row that looks, whenever it is read, at what the store holds at that instant."""
 
     def __init__(
@@ -119,7 +120,7 @@ class Machine(RuleBasedStateMachine):
     def check(self, ticket: int) -> None:
         """What a ticket holds is what computing exactly its tokens gives."""
         row, key = self.store.load(ticket), self.held[ticket]
-        fresh = TokenRow(cut(key, row.num_tokens), self.layout)
+        fresh = KeyedRow(cut(key, row.num_tokens), self.layout)
         loaded = [row.tokens(index) for index in range(len(self.layout.tokens))]
         expected = fresh.tokens(0, row.num_tokens) + fresh.state()
         assert hash_of(loaded + row.state()) == hash_of(expected)
@@ -128,7 +129,7 @@ class Machine(RuleBasedStateMachine):
     @rule(key=keys, data=st.data())
     def insert_what_was_begun_before_a_clear(self, key: PrefixKey, data: st.DataObject) -> None:
         before = data.draw(st.integers(0, self.store.generation - 1))
-        row = TokenRow(key, self.layout)
+        row = KeyedRow(key, self.layout)
         self.store.insert(key, row, before)
         assert row.reads == []
         assert row.num_state_reads == 0

@@ -6,9 +6,10 @@ from treadle_cache.config import CacheConfig
 from treadle_cache.entries import Entry
 from treadle_cache.index import block_metadata_bytes
 from treadle_cache.ram import RamStore
-from treadle_cache.testing import FakeSlowTier, TokenRow, layout_of
+from treadle_cache.testing import FakeSlowTier, layout_of
 from treadle_cache.tiered import TieredStore
 from treadle_core.prefix import HostArray, Prefix, PrefixKey, StateLayout
+from treadle_core.testing.prefixes import KeyedRow
 
 PLAIN = layout_of("float32")
 HYBRID = layout_of("bfloat16", has_state=True)
@@ -29,7 +30,7 @@ class Tiers:
 
     def keep(self, *texts: str) -> None:
         for text in texts:
-            self.store.insert(key(text), TokenRow(key(text), self.layout), self.store.generation)
+            self.store.insert(key(text), KeyedRow(key(text), self.layout), self.store.generation)
             self.store.check_integrity()
 
     def find(self, text: str) -> Prefix:
@@ -55,7 +56,7 @@ class Tiers:
     def loads(self, prefix: Prefix, text: str) -> bool:
         assert prefix.ticket is not None
         row = self.store.load(prefix.ticket)
-        fresh = TokenRow(key(text[: prefix.num_tokens]), self.layout)
+        fresh = KeyedRow(key(text[: prefix.num_tokens]), self.layout)
         tokens = [row.tokens(index) for index in range(len(self.layout.tokens))]
         stored = [*tokens, *row.state()]
         expected = [*fresh.tokens(0, prefix.num_tokens), *fresh.state()]
@@ -287,7 +288,7 @@ def test_a_bounded_number_is_read_ahead() -> None:
 def test_a_row_that_cannot_be_read_is_stored_nowhere() -> None:
     tiers = Tiers(HYBRID, 0)
     its = key("abcdefghij")
-    tiers.store.insert(its, TokenRow(its, HYBRID, RuntimeError("metal")), 0)
+    tiers.store.insert(its, KeyedRow(its, HYBRID, RuntimeError("metal")), 0)
     assert tiers.slow.entries == {}
     assert tiers.store.stats().details["failed_writes"] == 1
 

@@ -13,7 +13,7 @@ from treadle_core.testing.fakes import (
     ScriptedConstraint,
     pack_mask,
 )
-from treadle_core.testing.prefixes import RecordingStore, TokenRow, tokens_of
+from treadle_core.testing.prefixes import KeyedRow, RecordingStore, TokenRow, tokens_of
 from treadle_core.testing.scripted import (
     SMALL_SPEC,
     Fault,
@@ -31,6 +31,7 @@ __all__ = [
     "ByteTokenizer",
     "EventChecker",
     "Fault",
+    "KeyedRow",
     "ListConstraint",
     "ManualClock",
     "RecordingObserver",

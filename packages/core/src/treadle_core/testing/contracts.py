@@ -13,8 +13,6 @@ The suites need no plugin and import no test runner.
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from treadle_core.engine import Engine
 from treadle_core.layers import state_layout
 from treadle_core.plan import (
@@ -46,18 +44,16 @@ from treadle_core.ports import (
     Tokenizer,
 )
 from treadle_core.prefix import (
-    HostArray,
     MediaSpan,
     Prefix,
     PrefixKey,
     StateLayout,
     TokenArray,
-    host_dtype,
 )
 from treadle_core.request import LogitsProcessor, Request, SamplingParams
 from treadle_core.testing.checks import EventChecker, pump
 from treadle_core.testing.fakes import ScriptedConstraint
-from treadle_core.testing.prefixes import RecordingStore
+from treadle_core.testing.prefixes import KeyedRow, RecordingStore
 from treadle_core.testing.scripted import ScriptedRunner
 
 Oracle = Callable[[Sequence[int], int], list[int]]
@@ -849,62 +845,6 @@ def allows(packed: bytes | None, token: int) -> bool:
     return packed is None or bool(packed[token // 8] >> token % 8 & 1)
 
 
-class StateOf:
-    """A live row for tests of prefix stores: what it holds follows from its key.
-
-    Args:
-        key: Its tokens.
-        layout: What it consists of.
-        failure: Raised by every reading; None reads well.
-    """
-
-    def __init__(
-        self, key: PrefixKey, layout: StateLayout, failure: Exception | None = None
-    ) -> None:
-        self._layout = layout
-        self._failure = failure
-        seed = sum(key.salt.encode())
-        seeds = np.full(len(key.tokens), seed, np.int64) + np.asarray(key.tokens, np.int64)
-        for span in key.media:
-            seeds[span.start : span.end] += sum(span.digest)
-        # What a token leaves depends on all before it.
-        self._seeds = np.cumsum(seeds * (1 + np.arange(len(seeds)) % 7)) % 251
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that are in it."""
-        return len(self._seeds)
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of its state."""
-        return sum(array.nbytes for array in self._state())
-
-    def tokens(self, start: int, stop: int) -> list[HostArray]:
-        """The token arrays of ``[start, stop)``."""
-        if self._failure is not None:
-            raise self._failure
-        return [self._array(array, start, stop) for array in self._layout.tokens]
-
-    def state(self) -> list[HostArray]:
-        """The state after all tokens."""
-        if self._failure is not None:
-            raise self._failure
-        return self._state()
-
-    def _state(self) -> list[HostArray]:
-        if not self._layout.has_state:
-            return []
-        window = self._array(TokenArray(1, 3, "bfloat16"), -4, len(self._seeds))
-        return [window, self._array(TokenArray(2, 2, "float32"), -1, len(self._seeds))]
-
-    def _array(self, array: TokenArray, start: int, stop: int) -> HostArray:
-        shape = (array.heads, 1, array.dim)
-        numbers = np.arange(array.heads * array.dim).reshape(shape)
-        mixed = numbers + self._seeds[None, start:stop, None]
-        return np.ascontiguousarray(mixed.astype(host_dtype(array.dtype)))
-
-
 class PrefixStoreContract:
     """Fixture: ``store``, a fresh :class:`PrefixStore` that nobody attached, with room for a few MB.
 
@@ -990,7 +930,7 @@ class PrefixStoreContract:
         generation = store.generation
         store.clear()
         assert store.generation > generation
-        store.insert(numbered(200), StateOf(numbered(200), self.plain), generation)
+        store.insert(numbered(200), KeyedRow(numbered(200), self.plain), generation)
         assert settled(store, numbered(200), 199) == Prefix(miss="cleared")
         self.keep(store, numbered(200), self.plain)
         assert settled(store, numbered(200), 199).num_tokens > 0
@@ -1028,7 +968,7 @@ class PrefixStoreContract:
         """Nobody is told, and what was there is left as it was."""
         store.attach("model", self.hybrid)
         self.keep(store, numbered(100), self.hybrid)
-        failing = StateOf(numbered(200), self.hybrid, RuntimeError("out of memory"))
+        failing = KeyedRow(numbered(200), self.hybrid, RuntimeError("out of memory"))
         store.insert(numbered(200), failing, store.generation)
         prefix = settled(store, numbered(300), 299)
         assert prefix.num_tokens == 100
@@ -1066,7 +1006,7 @@ class PrefixStoreContract:
 
     def keep(self, store: PrefixStore, key: PrefixKey, layout: StateLayout) -> None:
         """Store the state of ``key``."""
-        store.insert(key, StateOf(key, layout), store.generation)
+        store.insert(key, KeyedRow(key, layout), store.generation)
 
     def agree(
         self, store: PrefixStore, prefix: Prefix, key: PrefixKey, layout: StateLayout
@@ -1077,7 +1017,7 @@ class PrefixStoreContract:
         cut = PrefixKey(tokens=key.tokens[: prefix.num_tokens], salt=key.salt, media=key.media)
         assert row.num_tokens == len(cut.tokens) == prefix.num_tokens
         media = tuple([span for span in key.media if span.end <= row.num_tokens])
-        fresh = StateOf(PrefixKey(tokens=cut.tokens, salt=key.salt, media=media), layout)
+        fresh = KeyedRow(PrefixKey(tokens=cut.tokens, salt=key.salt, media=media), layout)
         loaded = [row.tokens(index) for index in range(len(layout.tokens))]
         expected = fresh.tokens(0, row.num_tokens)
         for stored, computed in zip(
