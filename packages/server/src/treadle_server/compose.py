@@ -105,28 +105,28 @@ def store_maker(options: CacheOptions, asked: tuple[str, ...] = ()) -> MakeStore
     if options.disable_prefix_cache:
         return None
     if asked:
-        check_installed(asked[0])
-    elif not is_installed():
+        check_installed(asked[0], "cache")
+    elif not is_installed("cache"):
         logger.info("no prefix is kept: treadle-cache is not installed")
         return None
     return lambda: make_store(options)
 
 
-def is_installed() -> bool:
-    """Whether there is a package that keeps prefixes."""
-    return find_spec("treadle_cache") is not None
+def is_installed(extra: str) -> bool:
+    """Whether the package is there that an extra of the server brings."""
+    return find_spec(f"treadle_{extra}") is not None
 
 
-def check_installed(what: str) -> None:
-    """Refuse what needs the package.
+def check_installed(what: str, extra: str) -> None:
+    """Refuse what needs the package of an extra.
 
     Raises:
         Unsupported: It is not installed.
     """
-    if not is_installed():
+    if not is_installed(extra):
         raise Unsupported(
-            f"{what} needs the package treadle-cache: "
-            "install treadle-server with its extra, treadle-server[cache]"
+            f"{what} needs the package treadle-{extra}: "
+            f"install treadle-server with its extra, treadle-server[{extra}]"
         )
 
 
@@ -171,7 +171,7 @@ def cache_care() -> Care:
     Raises:
         Unsupported: The package is not installed.
     """
-    check_installed("treadle cache")
+    check_installed("treadle cache", "cache")
     from treadle_cache import disk
 
     return disk
@@ -185,11 +185,7 @@ def drafting_maker(options: SpeculativeOptions) -> MakeDrafting | None:
     """
     if options.speculative_method == "off":
         return None
-    if find_spec("treadle_speculative") is None:
-        raise Unsupported(
-            "speculative_method needs the package treadle-speculative: "
-            "install treadle-server with its extra, treadle-server[speculative]"
-        )
+    check_installed("speculative_method", "speculative")
     return lambda: make_drafting(options)
 
 
@@ -233,7 +229,7 @@ def cache_bench() -> Bench:
     Raises:
         Unsupported: The package is not installed.
     """
-    check_installed("treadle bench cache")
+    check_installed("treadle bench cache", "cache")
     from treadle_cache import bench
 
     return bench.main
@@ -245,11 +241,7 @@ def speculative_bench() -> Bench:
     Raises:
         Unsupported: Its package is not installed.
     """
-    if find_spec("treadle_speculative") is None:
-        raise Unsupported(
-            "bench speculative needs the package treadle-speculative: "
-            "install treadle-server with its extra, treadle-server[speculative]"
-        )
+    check_installed("bench speculative", "speculative")
     from treadle_speculative import bench
 
     return bench.main
