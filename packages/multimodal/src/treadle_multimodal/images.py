@@ -16,7 +16,7 @@ from PIL import Image
 
 from treadle_core.errors import describe
 from treadle_multimodal.errors import BrokenMedia, MediaTooLarge, UnsupportedMedia
-from treadle_multimodal.limits import MediaLimits
+from treadle_multimodal.limits import MediaLimits, check_size
 from treadle_multimodal.media import Checkpoint, Claim, DecodedImage, make_image
 from treadle_multimodal.sniff import check_type
 
@@ -101,7 +101,7 @@ def convert_image(
         MediaTooLarge: It has too many pixels; none was decoded.
         BrokenMedia: It is empty, cut short or damaged.
     """
-    check_size(image.width, image.height, limits)
+    check_size("size", image.width, image.height, limits.max_side, limits.max_pixels)
     claim(3 * image.width * image.height)
     checkpoint()
     with map_decode_errors(limits):
@@ -113,17 +113,6 @@ def convert_image(
         upright = rgb if operation is None else rgb.transpose(operation)
     checkpoint()
     return make_image(upright)
-
-
-def check_size(width: int, height: int, limits: MediaLimits) -> None:
-    """Raise MediaTooLarge or BrokenMedia unless an image of that size may be decoded."""
-    size = f"{width} x {height}"
-    if width < 1 or height < 1:
-        raise BrokenMedia("size", size, "at least 1 x 1 pixels")
-    if max(width, height) > limits.max_side:
-        raise MediaTooLarge("size", size, f"at most {limits.max_side} pixels on a side")
-    if width * height > limits.max_pixels:
-        raise MediaTooLarge("size", size, f"at most {limits.max_pixels} pixels")
 
 
 @contextmanager

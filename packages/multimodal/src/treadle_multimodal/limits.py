@@ -5,6 +5,7 @@ from typing import assert_never
 from msgspec import Struct
 
 from treadle_core.request import check_float, check_int
+from treadle_multimodal.errors import BrokenMedia, MediaTooLarge
 from treadle_multimodal.sources import Kind
 
 MIB = 1024 * 1024
@@ -95,6 +96,17 @@ class MediaLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
                 return self.max_audio_bytes
             case _:
                 assert_never(kind)
+
+
+def check_size(field: str, width: int, height: int, max_side: int, max_pixels: int) -> None:
+    """Raise MediaTooLarge or BrokenMedia unless a picture of that size may be decoded."""
+    size = f"{width} x {height}"
+    if width < 1 or height < 1:
+        raise BrokenMedia(field, size, "at least 1 x 1 pixels")
+    if max(width, height) > max_side:
+        raise MediaTooLarge(field, size, f"at most {max_side} pixels on a side")
+    if width * height > max_pixels:
+        raise MediaTooLarge(field, size, f"at most {max_pixels} pixels")
 
 
 def _check_seconds(field: str, value: object) -> None:

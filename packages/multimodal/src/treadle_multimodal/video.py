@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from treadle_multimodal.containers import check_length, codec_name, open_container
 from treadle_multimodal.errors import BrokenMedia, MediaTooLarge, UnsupportedMedia
-from treadle_multimodal.limits import MediaLimits
+from treadle_multimodal.limits import MediaLimits, check_size
 from treadle_multimodal.media import Checkpoint, Claim, DecodedVideo, make_video
 from treadle_multimodal.sniff import check_type
 
@@ -133,18 +133,9 @@ def _video_stream(container: InputContainer, limits: MediaLimits) -> VideoStream
     name = codec_name(stream)
     if name not in CODECS:
         raise UnsupportedMedia("codec", name, f"a video in {', '.join(CODECS)}")
-    _check_frame_size(stream.codec_context.width, stream.codec_context.height, limits)
+    width, height = stream.codec_context.width, stream.codec_context.height
+    check_size("frame size", width, height, limits.max_side, limits.max_frame_pixels)
     return stream
-
-
-def _check_frame_size(width: int, height: int, limits: MediaLimits) -> None:
-    size = f"{width} x {height}"
-    if width < 1 or height < 1:
-        raise BrokenMedia("frame size", size, "at least 1 x 1 pixels")
-    if max(width, height) > limits.max_side:
-        raise MediaTooLarge("frame size", size, f"at most {limits.max_side} pixels on a side")
-    if width * height > limits.max_frame_pixels:
-        raise MediaTooLarge("frame size", size, f"at most {limits.max_frame_pixels} pixels")
 
 
 def _check_frames(num_frames: int, stream: VideoStream, limits: MediaLimits) -> int:

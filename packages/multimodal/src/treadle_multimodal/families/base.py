@@ -91,6 +91,37 @@ class Family(Protocol):
         ...
 
 
+class ImagesAmongTokens:
+    """What families have in common that take images alone, and whose models count tokens.
+
+    Args:
+        marker: How an image is written.
+    """
+
+    def __init__(self, marker: Marker) -> None:
+        self._marker = marker
+
+    @property
+    def markers(self) -> Mapping[Kind, Marker]:
+        """Images."""
+        return {"image": self._marker}
+
+    @property
+    def mixes_kinds(self) -> bool:
+        """There is one."""
+        return False
+
+    @property
+    def counts_axes(self) -> bool:
+        """It counts tokens."""
+        return False
+
+    def positions(self, num_tokens: int, items: Sequence[Placed]) -> NDArray[np.int32] | None:
+        """The model counts tokens."""
+        del num_tokens, items
+        return None
+
+
 def rows_of(arrays: Arrays, name: str, counts: Sequence[int], axis: int = 0) -> list[NDArray[Any]]:
     """Consecutive parts of one array, of the given lengths.
 

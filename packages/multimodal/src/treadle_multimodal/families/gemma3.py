@@ -1,20 +1,20 @@
 """Gemma 3: every image becomes the same number of tokens."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from treadle_core import Unsupported
-from treadle_multimodal.families.base import Marker, Placed, rows_of
+from treadle_multimodal.families.base import ImagesAmongTokens, Marker, rows_of
 from treadle_multimodal.prompt import Arrays
 from treadle_multimodal.sources import Kind
 
 PIXELS = "pixel_values"
 
 
-class Gemma3:
+class Gemma3(ImagesAmongTokens):
     """Images only. As in mlx-vlm's own generation, a token sees those before it, in images too.
 
     Args:
@@ -31,24 +31,7 @@ class Gemma3:
         self._per_image: int = processor.image_seq_length
         self._pad: int = config.get("pad_token_id") or 0
         words = (processor.boi_token, processor.image_token)
-        self._markers: dict[Kind, Marker] = {
-            "image": Marker(processor.boi_token, processor.image_token_id, words)
-        }
-
-    @property
-    def markers(self) -> Mapping[Kind, Marker]:
-        """Images."""
-        return self._markers
-
-    @property
-    def mixes_kinds(self) -> bool:
-        """There is one."""
-        return False
-
-    @property
-    def counts_axes(self) -> bool:
-        """It counts tokens."""
-        return False
+        super().__init__(Marker(processor.boi_token, processor.image_token_id, words))
 
     def split(self, kind: Kind, arrays: Arrays, tokens: NDArray[Any]) -> list[Arrays]:
         """One of the rows each."""
@@ -60,11 +43,6 @@ class Gemma3:
         """The same for each image."""
         del kind, arrays
         return self._per_image
-
-    def positions(self, num_tokens: int, items: Sequence[Placed]) -> NDArray[np.int32] | None:
-        """The model counts tokens."""
-        del num_tokens, items
-        return None
 
     def blanks(self, tokens: NDArray[Any]) -> NDArray[np.intp]:
         """Where mlx-vlm takes a token for padding."""

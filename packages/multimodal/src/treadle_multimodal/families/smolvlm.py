@@ -1,20 +1,20 @@
 """SmolVLM: an image as tiles and a small copy of the whole, each a run of placeholders."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from treadle_core import Unsupported
-from treadle_multimodal.families.base import Marker, Placed, rows_of
+from treadle_multimodal.families.base import ImagesAmongTokens, Marker, rows_of
 from treadle_multimodal.prompt import Arrays
 from treadle_multimodal.sources import Kind
 
 TILES = ("pixel_values", "pixel_attention_mask")
 
 
-class SmolVlm:
+class SmolVlm(ImagesAmongTokens):
     """Images only.
 
     Args:
@@ -33,28 +33,11 @@ class SmolVlm:
         self._per_tile: int = processor.image_seq_len
         self._whole: int = processor.tokenizer.convert_tokens_to_ids(processor.global_image_token)
         words = (processor.image_token, processor.global_image_token)
-        self._markers: dict[Kind, Marker] = {
-            "image": Marker(processor.image_token, placeholder, words)
-        }
-
-    @property
-    def markers(self) -> Mapping[Kind, Marker]:
-        """Images."""
-        return self._markers
-
-    @property
-    def mixes_kinds(self) -> bool:
-        """There is one."""
-        return False
-
-    @property
-    def counts_axes(self) -> bool:
-        """It counts tokens."""
-        return False
+        super().__init__(Marker(processor.image_token, placeholder, words))
 
     def split(self, kind: Kind, arrays: Arrays, tokens: NDArray[Any]) -> list[Arrays]:
         """Tiles by image: each image ends with the small copy of the whole."""
-        begins = np.flatnonzero(tokens == self._markers[kind].placeholder)[:: self._per_tile]
+        begins = np.flatnonzero(tokens == self.markers[kind].placeholder)[:: self._per_tile]
         ends = np.flatnonzero(tokens[begins - 1] == self._whole) + 1
         counts = [int(count) for count in np.diff(ends, prepend=0)]
         parts = zip(*(rows_of(arrays, name, counts, axis=1) for name in TILES), strict=True)
@@ -64,11 +47,6 @@ class SmolVlm:
         """As many for each tile."""
         del kind
         return arrays[TILES[0]].shape[1] * self._per_tile
-
-    def positions(self, num_tokens: int, items: Sequence[Placed]) -> NDArray[np.int32] | None:
-        """The model counts tokens."""
-        del num_tokens, items
-        return None
 
     def blanks(self, tokens: NDArray[Any]) -> NDArray[np.intp]:
         """None."""
