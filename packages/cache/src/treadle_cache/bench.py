@@ -1,16 +1,12 @@
 """What reuse saves and what it costs: ratios from one run, as JSON."""
 
-import argparse
 import random
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from treadle_cache.config import CacheConfig
 from treadle_cache.digests import Chain, Namespace
@@ -21,7 +17,13 @@ from treadle_cache.ram import RamStore
 from treadle_cache.tiered import TieredStore
 from treadle_core.engine import Engine, EngineConfig
 from treadle_core.events import Finished, TokenOut
-from treadle_core.mlx_runtime.bench import Checkpoint, load_checkpoint
+from treadle_core.mlx_runtime.bench import (
+    Checkpoint,
+    engine_throughput,
+    load_checkpoint,
+    make_parser,
+    run,
+)
 from treadle_core.mlx_runtime.load import make_runner
 from treadle_core.ports import PrefixStore
 from treadle_core.request import Request, SamplingParams
@@ -36,25 +38,16 @@ Report = dict[str, Any]
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmarks named on the command line (all by default) and print JSON."""
-    parser = argparse.ArgumentParser(prog="treadle bench cache", description=__doc__)
-    parser.add_argument("--model", help="checkpoint to measure; the demo model by default")
-    parser.add_argument(
-        "--only", choices=sorted(BENCHMARKS), action="append", help="run these parts alone"
-    )
-    parser.add_argument("--repeat", type=int, default=3, help="turns of each comparison")
+    parser = make_parser("cache", __doc__, BENCHMARKS)
     parser.add_argument("--directory", help="where the disk tier works; removed afterwards")
     options = parser.parse_args(argv)
     checkpoint = load_checkpoint(options.model)
-    report: Report = {}
-    details: Report = {}
-    for name, benchmark in BENCHMARKS.items():
-        if not options.only or name in options.only:
-            print(f"{name} …", file=sys.stderr, flush=True)  # noqa: T201 — a command's output
-            figures, details[name] = benchmark(checkpoint, options.repeat, options.directory)
-            report |= {figure: round(value, 3) for figure, value in figures.items()}
-    text = msgspec.json.format(msgspec.json.encode({**report, "details": details}), indent=2)
-    print(text.decode())  # noqa: T201 — a command's output
-    return 0
+
+    def measure(name: str) -> tuple[dict[str, float], Report]:
+        figures, details = BENCHMARKS[name](checkpoint, options.repeat, options.directory)
+        return {figure: round(value, 3) for figure, value in figures.items()}, details
+
+    return run(BENCHMARKS, options.only, measure)
 
 
 def first_tokens(
@@ -156,20 +149,9 @@ def miss(
     for turn in range(repeat):
         # In turns, each first as often as the other: a machine gets slower as it gets warm.
         for name in sorted(stores, reverse=turn % 2 == 0):
-            speeds[name].append(throughput(_engine(checkpoint, stores[name]()), work))
+            speeds[name].append(engine_throughput(_engine(checkpoint, stores[name]()), work))
     ratio = statistics.median(speeds["with"]) / statistics.median(speeds["without"])
     return {"miss_ratio": ratio}, {"tokens_per_second": speeds}
-
-
-def throughput(engine: Engine, work: Iterable[tuple[tuple[int, ...], int]]) -> float:
-    """Generated tokens per second, prompts included in the time."""
-    started, count = time.perf_counter(), 0
-    for number, (prompt, num_tokens) in enumerate(work):
-        params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
-        engine.add(Request(id=str(number), prompt=prompt, params=params))
-    while engine.has_work:
-        count += sum(isinstance(event, TokenOut) for event in engine.step())
-    return count / (time.perf_counter() - started)
 
 
 def _engine(checkpoint: Checkpoint, store: PrefixStore | None) -> Engine:

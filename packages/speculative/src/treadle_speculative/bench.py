@@ -4,18 +4,14 @@ On a CPU the weights are dequantised first, for both sides: MLX's quantised kern
 for several tokens at once as one after the other, so that nothing could be gained.
 """
 
-import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
-
 from treadle_core.engine import Engine, EngineConfig
 from treadle_core.events import DraftCounters, Event, Finished, TokenOut
-from treadle_core.mlx_runtime.bench import dense
+from treadle_core.mlx_runtime.bench import dense, make_parser, run
 from treadle_core.mlx_runtime.load import ModelOptions, make_runner, read_checkpoint, resolve
 from treadle_core.mlx_runtime.tokenizer import ModelTokenizer
 from treadle_core.request import Request, SamplingParams
@@ -110,12 +106,7 @@ class Side:
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmarks named on the command line (all by default) and print JSON."""
-    parser = argparse.ArgumentParser(prog="treadle bench speculative", description=__doc__)
-    parser.add_argument("--model", help="checkpoint to measure; the demo model by default")
-    parser.add_argument(
-        "--only", choices=sorted(BENCHMARKS), action="append", help="run these parts alone"
-    )
-    parser.add_argument("--repeat", type=int, default=3, help="turns of each comparison")
+    parser = make_parser("speculative", __doc__, BENCHMARKS)
     parser.add_argument(
         "--num-tokens", type=int, help="draft so many tokens in every step; else as many as pays"
     )
@@ -124,15 +115,12 @@ def main(argv: Sequence[str]) -> int:
     network, wrapper, config = read_checkpoint(reference, ModelOptions(model=options.model))
     model = (dense(network), ModelTokenizer(wrapper, config), config)
     drafting = SpeculativeConfig(method="ngram", num_tokens=options.num_tokens)
-    report: Report = {}
-    details: Report = {}
-    for name, make_work in BENCHMARKS.items():
-        if not options.only or name in options.only:
-            print(f"{name} …", file=sys.stderr, flush=True)  # noqa: T201 — a command's output
-            report[name], details[name] = compare(model, make_work, drafting, options.repeat)
-    text = msgspec.json.format(msgspec.json.encode({**report, "details": details}), indent=2)
-    print(text.decode())  # noqa: T201 — a command's output
-    return 0
+
+    def measure(name: str) -> tuple[dict[str, float], Report]:
+        ratio, details = compare(model, BENCHMARKS[name], drafting, options.repeat)
+        return {name: ratio}, details
+
+    return run(BENCHMARKS, options.only, measure)
 
 
 def compare(

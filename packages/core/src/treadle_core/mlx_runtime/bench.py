@@ -66,24 +66,55 @@ class Checkpoint:
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmarks named on the command line (all by default) and print JSON."""
-    parser = argparse.ArgumentParser(prog="treadle bench engine", description=__doc__)
+    options = make_parser("engine", __doc__, BENCHMARKS).parse_args(argv)
+    checkpoint = load_checkpoint(options.model)
+
+    def measure(name: str) -> tuple[dict[str, float], Details]:
+        ratio, details = BENCHMARKS[name](checkpoint, options.repeat)
+        return {name: round(ratio, 3)}, details
+
+    return run(BENCHMARKS, options.only, measure, {"device": str(mx.default_device())})
+
+
+def make_parser(
+    what: str, description: str | None, benchmarks: Iterable[str]
+) -> argparse.ArgumentParser:
+    """The options that every ``treadle bench`` has."""
+    parser = argparse.ArgumentParser(prog=f"treadle bench {what}", description=description)
     parser.add_argument("--model", help="checkpoint to measure; the demo model by default")
     parser.add_argument(
-        "--only", choices=sorted(BENCHMARKS), action="append", help="run these parts alone"
+        "--only", choices=sorted(benchmarks), action="append", help="run these parts alone"
     )
     parser.add_argument("--repeat", type=int, default=3, help="turns of each comparison")
-    options = parser.parse_args(argv)
-    checkpoint = load_checkpoint(options.model)
+    return parser
+
+
+def run(
+    benchmarks: Iterable[str],
+    only: Sequence[str] | None,
+    measure: Callable[[str], tuple[dict[str, float], Details]],
+    details: Details | None = None,
+) -> int:
+    """Measure, and print figures and details as JSON.
+
+    Args:
+        benchmarks: Names of all parts, in their order.
+        only: Names of those that are wanted; None for all.
+        measure: Gives the figures of a part, and its details.
+        details: What there is to say besides.
+
+    Returns:
+        The command's exit status.
+    """
     report: dict[str, Any] = {}
-    details: dict[str, Details] = {}
-    for name, benchmark in BENCHMARKS.items():
-        if not options.only or name in options.only:
+    details = dict(details or {})
+    for name in benchmarks:
+        if not only or name in only:
             print(f"{name} …", file=sys.stderr, flush=True)  # noqa: T201 — a command's output
-            ratio, details[name] = benchmark(checkpoint, options.repeat)
-            report[name] = round(ratio, 3)
-    report["details"] = {"device": str(mx.default_device()), **details}
-    text = msgspec.json.format(msgspec.json.encode(report), indent=2).decode()
-    print(text)  # noqa: T201 — a command's output
+            figures, details[name] = measure(name)
+            report |= figures
+    text = msgspec.json.format(msgspec.json.encode({**report, "details": details}), indent=2)
+    print(text.decode())  # noqa: T201 — a command's output
     return 0
 
 
@@ -186,7 +217,7 @@ def churn(checkpoint: Checkpoint, repeat: int) -> tuple[float, Details]:
     ours: list[float] = []
     theirs: list[float] = []
     for _ in range(max(1, repeat - 1)):
-        ours.append(engine_throughput(checkpoint, work))
+        ours.append(engine_throughput(checkpoint.engine(max_num_seqs=ROWS), work))
         theirs.append(batch_generator_throughput(checkpoint, work))
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     return statistics.median(ratios), {
@@ -198,9 +229,8 @@ def churn(checkpoint: Checkpoint, repeat: int) -> tuple[float, Details]:
     }
 
 
-def engine_throughput(checkpoint: Checkpoint, work: Iterable[tuple[tuple[int, ...], int]]) -> float:
+def engine_throughput(engine: Engine, work: Iterable[tuple[tuple[int, ...], int]]) -> float:
     """Generated tokens per second, prompts included in the time."""
-    engine = checkpoint.engine(max_num_seqs=ROWS)
     started = time.perf_counter()
     for number, (prompt, num_tokens) in enumerate(work):
         params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
