@@ -6,13 +6,13 @@ import os
 import random
 import shutil
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from treadle_cache.disk import DiskConfig, DiskTier
+from treadle_cache.disk import DiskTier
 from treadle_cache.disk.files import RealFiles, tree_bytes
 from treadle_cache.disk.testing import (
     CHANGES,
@@ -20,6 +20,7 @@ from treadle_cache.disk.testing import (
     Call,
     WatchedFiles,
     digest_of,
+    digests,
     make_entry,
     same_entry,
 )
@@ -47,30 +48,13 @@ class Faults:
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    with ExitStack() as stack:
+def make(make: Make) -> Make:
+    """As the others' `make`, over files that ``before`` is told of."""
 
-        def make(
-            before: Callable[[Call, Path], None] | None = None,
-            clock: ManualClock | None = None,
-            capacity_bytes: int = 8 << 20,
-            **options: int,
-        ) -> DiskTier:
-            config = DiskConfig(
-                directory=str(tmp_path / "tier"),
-                capacity_bytes=capacity_bytes,
-                min_free_bytes=0,
-                **options,
-            )
-            tier = DiskTier(config, files=WatchedFiles(before), clock=clock)
-            stack.callback(tier.close)
-            return tier
+    def watched(before: Callable[[Call, Path], None] | None = None, **options: Any) -> DiskTier:
+        return make(WatchedFiles(before), **options)
 
-        yield make
-
-
-def digests(numbers: Sequence[int]) -> list[bytes]:
-    return [digest_of(number) for number in numbers]
+    return watched
 
 
 def put(tier: DiskTier, numbers: Sequence[int], num_bytes: int = 3000) -> None:
@@ -134,7 +118,7 @@ def test_a_failing_disk_is_left_alone_for_a_while(
 ) -> None:
     clock, faults = ManualClock(), Faults(error)
     faults.is_on = False
-    tier = make(faults, clock)
+    tier = make(faults, clock=clock)
     assert use(tier, [0]) == [0]
     faults.is_on = True
     with caplog.at_level(logging.INFO):
@@ -177,7 +161,7 @@ def test_a_failed_write_leaves_nothing_behind(make: Make, tmp_path: Path) -> Non
 def test_a_clear_that_fails_is_made_up_for(make: Make) -> None:
     clock, faults = ManualClock(), Faults(errno.EACCES)
     faults.is_on = False
-    tier = make(faults, clock)
+    tier = make(faults, clock=clock)
     put(tier, [0, 1])
     faults.is_on = True
     tier.clear()

@@ -14,7 +14,7 @@ import pytest
 
 from treadle_cache.disk import DiskConfig, DiskTier
 from treadle_cache.disk.catalog import Change, Row, State, open_catalog
-from treadle_cache.disk.testing import ROOT, Call, WatchedFiles, digest_of, make_entry
+from treadle_cache.disk.testing import ROOT, Call, WatchedFiles, digest_of, digests, make_entry
 from treadle_cache.entries import EntryName
 
 Make = Callable[..., DiskTier]
@@ -53,10 +53,6 @@ def make(tmp_path: Path) -> Iterator[Make]:
             return tier
 
         yield make
-
-
-def digests(numbers: Sequence[int]) -> list[bytes]:
-    return [digest_of(number) for number in numbers]
 
 
 def put(tier: DiskTier, numbers: Sequence[int]) -> None:

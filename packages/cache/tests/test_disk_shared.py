@@ -7,8 +7,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from errno import EIO
 from pathlib import Path
 from threading import Event
@@ -38,18 +37,6 @@ def open_tier(
 ) -> DiskTier:
     config = DiskConfig(directory=str(directory), capacity_bytes=capacity_bytes, min_free_bytes=0)
     return DiskTier(config, files=files)
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    with ExitStack() as stack:
-
-        def make(files: WatchedFiles | None = None, capacity_bytes: int = 8 << 20) -> DiskTier:
-            tier = open_tier(tmp_path / "tier", files, capacity_bytes)
-            stack.callback(tier.close)
-            return tier
-
-        yield make
 
 
 def has(tier: DiskTier, number: int) -> bool:

@@ -1,7 +1,6 @@
 """The disk tier through its port: what is put is found, read back equal, and forgotten when told."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from threading import Event, Thread, active_count
 
@@ -15,6 +14,7 @@ from treadle_cache.disk.testing import (
     Call,
     WatchedFiles,
     digest_of,
+    digests,
     make_entry,
     same_entry,
 )
@@ -23,30 +23,6 @@ from treadle_cache.entries import Entry
 from treadle_core.errors import InvalidRequest, Unsupported
 
 Make = Callable[..., DiskTier]
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    """Opens tiers on one directory, and closes them."""
-    with ExitStack() as stack:
-
-        def make(
-            files: WatchedFiles | None = None, capacity_bytes: int = 8 << 20, **options: int
-        ) -> DiskTier:
-            config = DiskConfig(
-                directory=str(tmp_path / "tier"),
-                capacity_bytes=capacity_bytes,
-                **{"min_free_bytes": 0, **options},
-            )
-            tier = DiskTier(config, files=files)
-            stack.callback(tier.close)
-            return tier
-
-        yield make
-
-
-def digests(numbers: Sequence[int]) -> list[bytes]:
-    return [digest_of(number) for number in numbers]
 
 
 def put(tier: DiskTier, numbers: Sequence[int], num_bytes: int = 3000) -> None:

@@ -40,6 +40,11 @@ def digest_of(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
+def digests(numbers: Sequence[int]) -> list[bytes]:
+    """The digests of the entries of some numbers."""
+    return [digest_of(number) for number in numbers]
+
+
 def make_entry(
     number: int, *, parent: bytes = ROOT, kind: EntryKind = "block", num_bytes: int = 3000
 ) -> Entry:
