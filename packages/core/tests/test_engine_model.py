@@ -21,17 +21,16 @@ from treadle_core import (
     collect,
     run,
 )
-from treadle_core.drafting import DraftRoom, VerifiedStep
 from treadle_core.layers import Opaque
 from treadle_core.mlx_runtime.adapter import RowInput, TextModel, inspect
 from treadle_core.mlx_runtime.load import make_runner
 from treadle_core.mlx_runtime.runner import ModelRunner
 from treadle_core.mlx_runtime.sampler import DrawParams, Row, keep_likely
 from treadle_core.pacing import FixedChunk
-from treadle_core.plan import Key, RowSetup
+from treadle_core.plan import RowSetup
 from treadle_core.prefix import MediaSpan
 from treadle_core.testing import RecordingStore, zoo
-from treadle_core.testing.drafting import LastWrongDrafter, OracleDrafter
+from treadle_core.testing.drafting import LastWrongDrafter, OracleDrafter, SteadyController
 
 POISON = 319
 
@@ -153,24 +152,6 @@ def with_media(name: str, prompt: tuple[int, ...], shift: int) -> Request:
     return Request(id=name, prompt=prompt, params=greedy(8), media=(span,), attachment=shifts)
 
 
-class Always:
-    """Asks for drafts of three tokens."""
-
-    max_tokens = 3
-
-    def limits(self, rows: Sequence[DraftRoom]) -> list[int]:
-        return [min(row.most, self.max_tokens) for row in rows]
-
-    def settle(self, rows: Sequence[DraftRoom]) -> list[int]:
-        return [row.most for row in rows]
-
-    def observe(self, step: VerifiedStep) -> None:
-        pass
-
-    def leave(self, key: Key) -> None:
-        pass
-
-
 class TestMedia:
     PROMPT = tuple(range(10, 50))
 
@@ -179,7 +160,7 @@ class TestMedia:
     ) -> Engine:
         model = ShiftingModel(zoo.build("llama"))
         spec = replace(inspect(TextModel(model.model), zoo.config("llama")), media=True)
-        controller = Always() if drafter else None
+        controller = SteadyController(3) if drafter else None
         return Engine(
             ModelRunner(model, spec, slack=3),
             chunk=FixedChunk(16),

@@ -7,11 +7,14 @@ import pytest
 from msgspec.structs import replace
 
 from treadle_core import Completion, Engine, Request, SamplingParams, Unsupported, collect
-from treadle_core.drafting import DraftRoom, VerifiedStep
 from treadle_core.layers import ModelSpec, Recurrent
-from treadle_core.plan import Key
 from treadle_core.testing import SMALL_SPEC, ManualClock, ScriptedRunner, expected_tokens, hashed
-from treadle_core.testing.drafting import FailingDrafter, OracleDrafter, WrongDrafter
+from treadle_core.testing.drafting import (
+    FailingDrafter,
+    OracleDrafter,
+    SteadyController,
+    WrongDrafter,
+)
 
 SCRIPT = hashed(200)
 RECURRENT = replace(SMALL_SPEC, layers=(Recurrent(shapes=((1,),), dtypes=("float32",)),))
@@ -21,27 +24,15 @@ def truth(tokens: Sequence[int], num: int) -> list[int]:
     return expected_tokens(SCRIPT, tokens, num)
 
 
-class Rhythm:
+class Rhythm(SteadyController):
     """Asks for drafts, or not, as it is told for each time it is asked."""
 
-    def __init__(self, num_tokens: int, *asks: bool) -> None:
-        self.max_tokens = num_tokens
-        self.asks = list(asks)
-        self.steps: list[VerifiedStep] = []
-        self.left: list[Key] = []
+    def __init__(self, num_tokens: int, *told: bool) -> None:
+        super().__init__(num_tokens)
+        self.told = list(told)
 
-    def limits(self, rows: Sequence[DraftRoom]) -> list[int]:
-        on = self.asks[min(len(self.steps), len(self.asks) - 1)]
-        return [min(row.most, self.max_tokens) if on else 0 for row in rows]
-
-    def settle(self, rows: Sequence[DraftRoom]) -> list[int]:
-        return [row.most for row in rows]
-
-    def observe(self, step: VerifiedStep) -> None:
-        self.steps.append(step)
-
-    def leave(self, key: Key) -> None:
-        self.left.append(key)
+    def asks(self) -> bool:
+        return self.told[min(len(self.steps), len(self.told) - 1)]
 
 
 def engine_of(drafter: Any, controller: Any, spec: ModelSpec = SMALL_SPEC) -> Engine:

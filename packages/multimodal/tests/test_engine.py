@@ -13,14 +13,17 @@ pytest.importorskip("treadle_multimodal", reason="the default environment leaves
 from msgspec.structs import replace
 
 from treadle_core import Engine, EngineConfig, Request, SamplingParams, collect, run
-from treadle_core.drafting import DraftRoom, VerifiedStep
 from treadle_core.mlx_runtime.load import LoadedModel, ModelOptions
 from treadle_core.mlx_runtime.open import open_engine
 from treadle_core.mlx_runtime.runner import ModelRunner
 from treadle_core.pacing import FixedChunk
-from treadle_core.plan import Key
 from treadle_core.testing import RecordingStore
-from treadle_core.testing.drafting import Continuation, LastWrongDrafter, OracleDrafter
+from treadle_core.testing.drafting import (
+    Continuation,
+    LastWrongDrafter,
+    OracleDrafter,
+    SteadyController,
+)
 from treadle_multimodal.media import Media
 from treadle_multimodal.testing import zoo
 from treadle_multimodal.vlm.checkpoint import load_vlm
@@ -133,24 +136,6 @@ def test_a_row_that_is_given_up_comes_back_with_its_pictures(family: str) -> Non
     assert sum(answer.usage.preemptions for answer in completions.values() if answer.usage) > 0
 
 
-class Always:
-    """Asks for drafts of three tokens."""
-
-    max_tokens = 3
-
-    def limits(self, rows: Sequence[DraftRoom]) -> list[int]:
-        return [min(row.most, self.max_tokens) for row in rows]
-
-    def settle(self, rows: Sequence[DraftRoom]) -> list[int]:
-        return [row.most for row in rows]
-
-    def observe(self, step: VerifiedStep) -> None:
-        pass
-
-    def leave(self, key: Key) -> None:
-        pass
-
-
 def continuation(family: str) -> Continuation:
     """Right drafts for every request."""
     known = [
@@ -177,7 +162,7 @@ def test_an_engine_with_drafts_gives_the_same_answers(
     engine, loaded_model = open_engine(
         ModelOptions(model=str(zoo.save_checkpoint(family, tmp_path))),
         memory_utilization=0.5,
-        make_drafting=lambda: (kind(continuation(family)), Always()),
+        make_drafting=lambda: (kind(continuation(family)), SteadyController(3)),
         load_model=load_model,
     )
 

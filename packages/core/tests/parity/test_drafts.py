@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from treadle_core import Completion, Engine, EngineConfig, Request, SamplingParams, collect
-from treadle_core.drafting import DraftController, DraftRoom, VerifiedStep
+from treadle_core.drafting import DraftController
 from treadle_core.mlx_runtime.load import bounded
 from treadle_core.mlx_runtime.runner import ModelRunner
 from treadle_core.pacing import FixedChunk
-from treadle_core.plan import Key
 from treadle_core.testing import ScriptedConstraint, zoo
 from treadle_core.testing.drafting import (
     LastWrongDrafter,
     OracleDrafter,
     RandomDrafter,
+    SteadyController,
     WrongDrafter,
 )
 
@@ -29,26 +29,15 @@ LENGTHS = (1, 33, 64, 17, 70, 5)
 VOCAB = zoo.VOCAB_SIZE
 
 
-class Always:
+class Always(SteadyController):
     """Asks for drafts in every step, or in every other one."""
 
     def __init__(self, num_tokens: int, *, sometimes: bool = False) -> None:
-        self.max_tokens = num_tokens
+        super().__init__(num_tokens)
         self.sometimes = sometimes
-        self.steps: list[VerifiedStep] = []
 
-    def limits(self, rows: Sequence[DraftRoom]) -> list[int]:
-        off = self.sometimes and len(self.steps) % 2
-        return [0 if off else min(row.most, self.max_tokens) for row in rows]
-
-    def settle(self, rows: Sequence[DraftRoom]) -> list[int]:
-        return [row.most for row in rows]
-
-    def observe(self, step: VerifiedStep) -> None:
-        self.steps.append(step)
-
-    def leave(self, key: Key) -> None:
-        pass
+    def asks(self) -> bool:
+        return not (self.sometimes and len(self.steps) % 2)
 
 
 def even_tokens() -> ScriptedConstraint:

@@ -144,6 +144,44 @@ class FailingDrafter(OracleDrafter):
         return super().propose(rooms)
 
 
+class SteadyController:
+    """Asks for the same number of tokens in every step, and takes what it gets.
+
+    Attributes:
+        max_tokens: That number.
+        steps: What it was told, in order.
+        left: The rows that left, in order.
+
+    Args:
+        num_tokens: How many.
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        self.max_tokens = num_tokens
+        self.steps: list[VerifiedStep] = []
+        self.left: list[Key] = []
+
+    def limits(self, rows: Sequence[DraftRoom]) -> list[int]:
+        """As many as there is room for."""
+        return [min(row.most, self.max_tokens) if self.asks() else 0 for row in rows]
+
+    def settle(self, rows: Sequence[DraftRoom]) -> list[int]:
+        """All of what was proposed."""
+        return [row.most for row in rows]
+
+    def observe(self, step: VerifiedStep) -> None:
+        """Keep what was told."""
+        self.steps.append(step)
+
+    def leave(self, key: Key) -> None:
+        """Keep who left."""
+        self.left.append(key)
+
+    def asks(self) -> bool:
+        """Whether anything is drafted in the next step; for subclasses to change."""
+        return True
+
+
 def other_than(token: int) -> int:
     """Another token id, within any vocabulary that ``token`` is in and that has two."""
     return token - 1 if token else 1
