@@ -207,7 +207,6 @@ class Engine:
         self._speculation = self._speculate(drafter, controller)
         self._store = store
         self._reuse = self._attach(store) if store is not None else None
-        self._keeps_checkpoints = store is not None and state_layout(spec).has_state
         self._scheduler = Scheduler(
             reuse=self._reuse,
             layout=KvLayout(
@@ -271,7 +270,7 @@ class Engine:
     @property
     def keeps_checkpoints(self) -> bool:
         """Whether states are stored that cannot be cut later, so that boundaries are of use."""
-        return self._keeps_checkpoints
+        return self._reuse is not None and self._reuse.keeps_checkpoints
 
     def add(self, request: Request) -> None:
         """Accept a request, or raise and change nothing.

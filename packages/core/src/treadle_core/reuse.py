@@ -38,6 +38,11 @@ class Reuse:
         self._interval = checkpoint_interval
         self._busy_since: float | None = None
 
+    @property
+    def keeps_checkpoints(self) -> bool:
+        """Whether states are stored that cannot be cut later."""
+        return self._has_state
+
     def prefetch(self, request: Request, prompt: tuple[int, ...]) -> None:
         """A request is waiting: a slower tier may begin to read."""
         try:
