@@ -323,3 +323,14 @@ def test_what_was_computed_before_a_clear_is_not_stored_though_it_was_looked_up_
     rig.engine.clear_prefixes()
     rig.run()
     assert rig.store.inserted == []
+
+
+def test_a_request_is_one_lookup_however_many_chunks_its_prompt_takes() -> None:
+    """Looking again counts only where it finds more."""
+    rig = Rig(RecordingStore(), chunked_prefill_tokens=16, prefill_step_size=16)
+    rig.engine.add(request("first", LONG[:50]))
+    rig.run()
+    rig.engine.add(request("second", (*LONG[:40], *LONG[:100])))
+    rig.run()
+    assert len(rig.chunks("second")) > 3
+    assert rig.store.found == [0, 40]

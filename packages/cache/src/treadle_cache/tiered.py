@@ -180,6 +180,12 @@ class TieredStore:
         self._pending[ticket] = pending
         return self.poll(ticket) or Prefix(num_tokens=plan.num_tokens, ticket=ticket, ready=False)
 
+    def longest(self, key: PrefixKey, limit: int) -> int:
+        """Tokens that :meth:`find` would find now. Holds nothing, and counts as no lookup."""
+        chain = self._ram.chain(key)
+        limit = min(limit, chain.num_tokens)
+        return max(self._plan(chain, limit).num_tokens, self._ram.peek(chain, limit))
+
     def poll(self, ticket: int) -> Prefix | None:
         """How a prefix that was not ready came out; None if it still is not.
 

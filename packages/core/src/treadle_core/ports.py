@@ -208,6 +208,10 @@ class PrefixStore(Protocol):
         """
         ...
 
+    def longest(self, key: PrefixKey, limit: int) -> int:
+        """Tokens that :meth:`find` would find now. Holds nothing, and counts as no lookup."""
+        ...
+
     def poll(self, ticket: int) -> Prefix | None:
         """How a prefix that was not ready came out, under the same ticket; None if it still is not.
 

@@ -10,7 +10,7 @@ from treadle_core.sequence import Sequence
 
 SAVE_STEP = 256
 LONGEST_RESTORE = 10.0
-MOST_LOOKUPS = 3
+MOST_LOOKS = 2
 LONGEST_HOLD = 5.0
 
 logger = logging.getLogger("treadle")
@@ -66,13 +66,12 @@ class Reuse:
 
     def find(self, sequence: Sequence, now: float) -> Prefix:
         """What is stored of a sequence that got a row; held until it is released."""
-        sequence.num_lookups += 1
         if sequence.cold:
             return Prefix(miss="refused")
-        known = len(sequence.prompt) + len(sequence.output)
+        key, limit = self._wanted(sequence)
         try:
             self._begin(sequence)
-            found = self._store.find(_key(sequence, known), sequence.num_tokens - 1)
+            found = self._store.find(key, limit)
         except Exception:
             logger.exception("a prefix store failed to look up")
             return Prefix(miss="damaged")
@@ -84,9 +83,25 @@ class Reuse:
         if sequence.num_computed == 0:
             sequence.generation = self._store.generation
 
-    def is_looked_up_again(self, sequence: Sequence) -> bool:
-        """Whether to look again before a chunk: another may have computed the same since."""
-        return sequence.num_lookups < MOST_LOOKUPS and sequence.num_to_prefill > 0
+    def has_more(self, sequence: Sequence) -> bool:
+        """Whether, before one of its first chunks, more is stored than its row holds.
+
+        Another may have computed the same since.
+        """
+        if sequence.cold or sequence.num_looks >= MOST_LOOKS or not sequence.num_to_prefill:
+            return False
+        sequence.num_looks += 1
+        key, limit = self._wanted(sequence)
+        try:
+            return self._store.longest(key, limit) > sequence.num_computed
+        except Exception:
+            logger.exception("a prefix store failed to look up")
+            return False
+
+    def _wanted(self, sequence: Sequence) -> tuple[PrefixKey, int]:
+        """What to look up: all that is known of a sequence, but its last token."""
+        known = len(sequence.prompt) + len(sequence.output)
+        return _key(sequence, known), sequence.num_tokens - 1
 
     def poll(self, sequence: Sequence, now: float) -> Prefix | None:
         """What became of the prefix that a sequence waits for; None while it is on its way.
@@ -96,7 +111,7 @@ class Reuse:
         assert sequence.ticket is not None
         if now > sequence.waits_until:
             self.forget(sequence)
-            sequence.num_lookups = MOST_LOOKUPS
+            sequence.num_looks = MOST_LOOKS
             return Prefix(miss="damaged")
         try:
             prefix = self._store.poll(sequence.ticket)

@@ -562,7 +562,7 @@ class Scheduler:
     def _looks_again(self, draft: Draft, sequence: Sequence, now: float) -> bool:
         """Look a prompt up again before one of its first chunks; whether that is on its way."""
         just_admitted = any(setup.key == sequence.key for setup in draft.joins)
-        if self._reuse is None or just_admitted or not self._reuse.is_looked_up_again(sequence):
+        if self._reuse is None or just_admitted or not self._reuse.has_more(sequence):
             return False
         self._restore(draft, sequence, self._reuse.find(sequence, now))
         return sequence.ticket is not None

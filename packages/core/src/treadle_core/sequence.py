@@ -50,7 +50,7 @@ class Sequence:
         generation: The prefix store's, when computing what the row holds began.
         ticket: What it waits for, from a slower tier of the prefix store.
         cold: Reuse nothing for it: a step that restored something failed.
-        num_lookups: How often its prompt was looked up since it got its row.
+        num_looks: How often its prompt was looked up again since it got its row.
         waits_until: When it stops waiting for ``ticket``, in the clock's seconds.
     """
 
@@ -77,7 +77,7 @@ class Sequence:
     ticket: int | None = None
     cold: bool = False
     num_restored: int = 0
-    num_lookups: int = 0
+    num_looks: int = 0
     waits_until: float = 0.0
 
     @property
@@ -160,5 +160,5 @@ class Sequence:
         self.num_computed = 0
         self.num_in_flight = 0
         self.num_saved = 0
-        self.num_lookups = 0
+        self.num_looks = 0
         self.epoch += 1

@@ -65,6 +65,10 @@ class SavingStore:
         """As the inner store."""
         return self._inner.find(key, limit)
 
+    def longest(self, key: PrefixKey, limit: int) -> int:
+        """As the inner store."""
+        return self._inner.longest(key, limit)
+
     def poll(self, ticket: int) -> Prefix | None:
         """As the inner store."""
         return self._inner.poll(ticket)

@@ -873,6 +873,19 @@ class PrefixStoreContract:
         assert 299 - 64 < prefix.num_tokens <= 299
         self.agree(store, prefix, numbered(300), self.plain)
 
+    def test_asking_how_much_there_is_holds_and_counts_nothing(self, store: PrefixStore) -> None:
+        """It tells what a look-up finds."""
+        store.attach("model", self.plain)
+        assert store.longest(numbered(300), 299) == 0
+        self.keep(store, numbered(300), self.plain)
+        before = store.stats()
+        longest = store.longest(numbered(300), 299)
+        assert store.stats() == before
+        prefix = settled(store, numbered(300), 299)
+        assert longest == prefix.num_tokens
+        assert longest > 299 - 64
+        self.agree(store, prefix, numbered(300), self.plain)
+
     def test_a_state_that_cannot_be_cut_is_found_where_it_was_read(
         self, store: PrefixStore
     ) -> None:

@@ -225,6 +225,17 @@ class RecordingStore:
 
     def find(self, key: PrefixKey, limit: int) -> Prefix:
         """The longest prefix, at any token where the layout allows."""
+        best, length = self._search(key, limit)
+        self.found.append(length)
+        if best is None:
+            return Prefix(miss="no_block")
+        self._next += 1
+        self.open_tickets[self._next] = _Ticket(
+            key.tokens[:length], best.arrays, best.state, self._delay
+        )
+        return Prefix(num_tokens=length, ticket=self._next, ready=self._delay == 0)
+
+    def _search(self, key: PrefixKey, limit: int) -> tuple[_Ticket | None, int]:
         assert limit <= len(key.tokens), f"limit {limit} of {len(key.tokens)} tokens"
         best: _Ticket | None = None
         length = 0
@@ -235,14 +246,11 @@ class RecordingStore:
                 continue
             if common > length:
                 best, length = entry, common
-        self.found.append(length)
-        if best is None:
-            return Prefix(miss="no_block")
-        self._next += 1
-        self.open_tickets[self._next] = _Ticket(
-            key.tokens[:length], best.arrays, best.state, self._delay
-        )
-        return Prefix(num_tokens=length, ticket=self._next, ready=self._delay == 0)
+        return best, length
+
+    def longest(self, key: PrefixKey, limit: int) -> int:
+        """How long the longest prefix is, without a ticket."""
+        return self._search(key, limit)[1]
 
     def poll(self, ticket: int) -> Prefix | None:
         """Whether it is there now."""
