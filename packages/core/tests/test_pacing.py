@@ -13,6 +13,7 @@ from treadle_core.pacing import (
     SHORTEST_STALL,
     SMALLEST_CHUNK,
     SMALLEST_CHUNK_ALONE,
+    SMALLEST_DEEP_CHUNK,
     AdaptiveChunk,
     FixedChunk,
 )
@@ -191,13 +192,34 @@ def test_without_a_target_one_and_a_half_decode_steps_are_the_stall() -> None:
     assert quick_budgets[-1] == pytest.approx(SHORTEST_STALL / 1e-3, rel=0.1)
 
 
-def test_the_stall_may_double_while_more_prompts_wait_than_rows_decode() -> None:
+def test_the_stall_grows_with_the_queue_as_far_as_a_chunk_at_most_doubles() -> None:
     chunk, machine = AdaptiveChunk(), Machine(decode=0.4, per_token=1e-3)
     machine.run(chunk, 60)
 
-    budgets = [chunk.budget(4, LIMIT, num_waiting) for num_waiting in (0, 4, 6, 8, 400)]
+    assert chunk.budget(4, LIMIT, 0) == pytest.approx(600, rel=0.1)
+    for num_waiting in (1, 4, 8, 400):
+        assert chunk.budget(4, LIMIT, num_waiting) == pytest.approx(1200, rel=0.1)
 
-    assert budgets == [pytest.approx(size, rel=0.1) for size in (600, 600, 900, 1200, 1200)]
+
+def test_the_stall_is_doubled_while_somebody_waits_and_fourfold_in_a_crowd() -> None:
+    chunk, machine = AdaptiveChunk(), Machine(decode=0.4, per_token=1e-3)
+    machine.run(chunk, 60)
+    chunk.observe(4, 3_000, machine.cost(3_000))
+
+    budgets = [chunk.budget(4, LIMIT, num_waiting) for num_waiting in (0, 1, 8, 12, 16, 400)]
+
+    sizes = (600, 1200, 1200, 1800, 2400, 2400)
+    assert budgets == [pytest.approx(size, rel=0.1) for size in sizes]
+
+
+def test_deep_in_a_long_prompt_a_chunk_shrinks_before_streams_wait_four_steps() -> None:
+    machine, chunk = Machine(fixed=0.1, decode=0.13), AdaptiveChunk()
+    for position in range(0, 6_000, 16):
+        machine.per_token = 3e-3 + 6e-6 * position
+        budget = machine.run(chunk, 1)[0]
+        if position > 100:
+            assert budget >= SMALLEST_DEEP_CHUNK
+            assert budget == SMALLEST_DEEP_CHUNK or machine.cost(budget) <= 3 * machine.decode
 
 
 def test_a_stall_that_was_asked_for_is_kept_however_many_wait() -> None:

@@ -5,6 +5,7 @@ NEWEST_IF_SLOWER = 0.6
 TELLING_DIFFERENCE = 0.2
 FIRST_CHUNK = 32
 SMALLEST_CHUNK = 16
+SMALLEST_DEEP_CHUNK = 4
 FIRST_CHUNK_ALONE = 256
 SMALLEST_CHUNK_ALONE = 64
 LONGEST_CHUNK_SECONDS = 1.0
@@ -12,6 +13,8 @@ OUTLIER = 2.5
 SHORTEST_STALL = 0.1
 STALL_IN_STEPS = 1.5
 LONGEST_STRETCH = 1.25
+LONGEST_STRETCH_DEEP = 1.6
+SOMEBODY_WAITS = 2.0
 CROWDED = 4.0
 FORGOTTEN = 0.05
 
@@ -49,8 +52,10 @@ class AdaptiveChunk:
 
     Args:
         max_stall_seconds: How much longer a step may take because of prefill; None means one and
-            a half plain decode steps, at least 100 ms, and up to four times as much while more
-            prompts wait than rows decode: then most of those who would notice are in the queue.
+            a half plain decode steps, at least 100 ms. While a prompt waits for its turn it is
+            twice that, for each further chunk of the prompt before it would keep it waiting; and
+            up to four times while more prompts wait than rows decode: then most of those who
+            would notice are in the queue.
     """
 
     def __init__(self, max_stall_seconds: float | None = None) -> None:
@@ -90,7 +95,7 @@ class AdaptiveChunk:
         if self._fixed_target is not None:
             return self._fixed_target
         usual = max(SHORTEST_STALL, STALL_IN_STEPS * self._decode_seconds)
-        return usual * min(max(crowd, 1.0), CROWDED)
+        return usual * (min(max(crowd, SOMEBODY_WAITS), CROWDED) if crowd else 1.0)
 
     def _wanted_alone(self) -> int:
         """A large chunk: no stream waits for it, but an abort or an arrival does."""
@@ -104,7 +109,14 @@ class AdaptiveChunk:
             return FIRST_CHUNK
         fitting = int((target - self._cost.fixed) / self._cost.per_token)
         growth = max(FIRST_CHUNK, 2 * self._largest)
-        return min(max(SMALLEST_CHUNK, self._floor(target), fitting), growth)
+        return min(max(self._smallest(target), self._floor(target), fitting), growth)
+
+    def _smallest(self, target: float) -> int:
+        """Deep in a long prompt even a few tokens take long: fewer, before streams stutter."""
+        if self._fixed_target is not None:
+            return SMALLEST_CHUNK
+        stretched = (LONGEST_STRETCH_DEEP * target - self._cost.fixed) / self._cost.per_token
+        return min(SMALLEST_CHUNK, max(SMALLEST_DEEP_CHUNK, int(stretched)))
 
     def _floor(self, target: float) -> int:
         """A chunk of which half the time is overhead, if that does not stretch the stall much."""
