@@ -148,6 +148,23 @@ def test_the_stall_is_kept_over_long_prompts_one_after_the_other() -> None:
     assert stalls[int(0.95 * len(stalls))] <= 0.2
 
 
+def test_a_chunk_that_shares_its_forward_costs_what_the_step_takes_longer() -> None:
+    chunk, machine = AdaptiveChunk(0.1), Machine(fixed=0.05, per_token=1e-3)
+    machine.run(chunk, 40)
+    apart, alone = chunk.budget(4, LIMIT), chunk.budget(0, LIMIT)
+
+    for _ in range(40):
+        budget = chunk.budget(4, LIMIT)
+        # The pass over the weights is paid for by the decoding rows.
+        chunk.observe_fused(4, budget, machine.decode + machine.per_token * budget)
+        chunk.observe(4, 0, machine.decode)
+
+    assert apart == pytest.approx(50, rel=0.2)
+    assert chunk.budget(4, LIMIT) == pytest.approx(100, rel=0.1)
+    # Where nobody decodes nothing is shared.
+    assert chunk.budget(0, LIMIT) == alone
+
+
 def test_the_chunk_grows_again_when_tokens_become_faster() -> None:
     machine, chunk = Machine(per_token=1e-3), AdaptiveChunk(0.1)
     machine.run(chunk, 40)

@@ -136,6 +136,75 @@ def test_known_and_unread_tokens_are_fed_side_by_side(
     assert found[1]["b"] == mx.argmax(logits[-1]).item()
 
 
+def beside(number: int, chunk: Prefill, *after: Promote | Open | Close) -> Plan:
+    """A decodes in group 0 while a chunk of B is written."""
+    joined = any(isinstance(item, Promote) for item in after)
+    decodes = [decode(A, 0, 0, len(FIRST) - 1, FIRST[-1])]
+    if joined:
+        decodes.append(decode(B, 0, 1, len(SECOND) - 1, SECOND[-1]))
+    return Plan(number=number, work=(chunk, *after), decodes=tuple(decodes))
+
+
+def one_group() -> Plan:
+    """A is ready to decode, B has a row."""
+    return Plan(
+        number=1,
+        joins=(setup(A, FIRST), setup(B, SECOND)),
+        work=(
+            Resize(0, 3, 64),
+            Open(0, 0),
+            prefill(A, 0, 0, FIRST[:-1]),
+            Promote(0, 0, 0, len(FIRST) - 1, len(FIRST) - 1),
+            Open(0, 1),
+        ),
+    )
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_chunk_goes_through_the_model_with_the_decoding_rows(
+    model: TextModel, joins: bool
+) -> None:
+    runner = make_runner(model.model, zoo.config("llama"))
+    runner.submit(one_group()).wait()
+    length = len(SECOND) - 1
+    joining = (Promote(0, 1, 1, length, length),) if joins else ()
+
+    result = runner.submit(beside(2, prefill(B, 0, 1, SECOND[:-1]), *joining)).wait()
+
+    assert result.fused
+    assert result.prefill_seconds == ()
+    (first,), (second,) = (zoo.greedy(model.model, prompt, 1) for prompt in (FIRST, SECOND))
+    assert tokens_of(result) == [{"a": first, "b": second} if joins else {"a": first}]
+
+
+def test_only_the_last_chunk_goes_with_the_decoding_rows(model: TextModel) -> None:
+    runner = make_runner(model.model, zoo.config("llama"))
+    runner.submit(one_group()).wait()
+    length = len(SECOND) - 1
+    plan = beside(2, prefill(B, 0, 1, SECOND[:3]), Promote(0, 1, 1, length, length))
+    rest = prefill(B, 0, 1, SECOND[3:-1], start=3)
+
+    result = runner.submit(
+        Plan(number=2, work=(plan.work[0], rest, plan.work[1]), decodes=plan.decodes)
+    ).wait()
+
+    assert result.fused
+    assert len(result.prefill_seconds) == 1
+    (first,), (second,) = (zoo.greedy(model.model, prompt, 1) for prompt in (FIRST, SECOND))
+    assert tokens_of(result) == [{"a": first, "b": second}]
+
+
+def test_a_chunk_that_something_else_follows_goes_alone(model: TextModel) -> None:
+    runner = make_runner(model.model, zoo.config("llama"))
+    runner.submit(one_group()).wait()
+
+    result = runner.submit(beside(2, prefill(B, 0, 1, SECOND[:-1]), Open(0, 2))).wait()
+
+    assert not result.fused
+    assert len(result.prefill_seconds) == 1
+    assert tokens_of(result) == [{"a": zoo.greedy(model.model, FIRST, 1)[0]}]
+
+
 def test_a_step_tells_its_number_and_how_long_it_took(runner: ModelRunner) -> None:
     result = runner.submit(two_groups(number=17)).wait()
 

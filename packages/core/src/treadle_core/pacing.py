@@ -17,6 +17,7 @@ LONGEST_STRETCH_DEEP = 1.6
 SOMEBODY_WAITS = 2.0
 CROWDED = 4.0
 FORGOTTEN = 0.05
+LEAST_SHARE = 0.05
 
 
 class FixedChunk:
@@ -41,6 +42,9 @@ class FixedChunk:
     def observe(self, num_decoding: int, num_prefill: int, seconds: float) -> None:
         """A fixed chunk learns nothing."""
 
+    def observe_fused(self, num_decoding: int, num_prefill: int, seconds: float) -> None:
+        """A fixed chunk learns nothing."""
+
 
 class AdaptiveChunk:
     """The chunk whose prefill makes running streams wait about ``max_stall_seconds`` longer.
@@ -61,13 +65,19 @@ class AdaptiveChunk:
     def __init__(self, max_stall_seconds: float | None = None) -> None:
         self._fixed_target = max_stall_seconds
         self._decode_seconds = 0.0
-        self._cost = ChunkCost()
+        self._alone = ChunkCost()
+        self._fused = ChunkCost()
         self._largest = 0
 
     @property
     def overhead(self) -> int:
         """Tokens that cost as much as beginning another chunk."""
-        return int(self._cost.fixed / self._cost.per_token) if self._cost.known else 0
+        return int(self._alone.fixed / self._alone.per_token) if self._alone.known else 0
+
+    @property
+    def _cost(self) -> "ChunkCost":
+        """Of a chunk beside decoding rows, beyond what their step takes anyway."""
+        return self._fused if self._fused.known else self._alone
 
     def budget(self, num_decoding: int, limit: int, num_waiting: int = 0) -> int:
         """Prompt tokens for the next step, at most ``limit``."""
@@ -84,12 +94,17 @@ class AdaptiveChunk:
             seconds = min(seconds, OUTLIER * self._decode_seconds or seconds)
             self._decode_seconds += weight * (seconds - self._decode_seconds)
             return
-        if self._cost.known:
-            # A compilation, or a machine that was busy elsewhere, is not a speed.
-            seconds = min(seconds, OUTLIER * self._cost.of(num_prefill))
-        self._cost.add(num_prefill, seconds)
+        self._alone.learn(num_prefill, seconds)
         if num_decoding:
-            self._largest = max(num_prefill, int(self._largest * (1 - FORGOTTEN)))
+            self._note_size(num_prefill)
+
+    def observe_fused(self, num_decoding: int, num_prefill: int, seconds: float) -> None:
+        """Learn from a chunk that shared its forward: what it cost beyond a plain decode."""
+        self._fused.learn(num_prefill, max(seconds - self._decode_seconds, LEAST_SHARE * seconds))
+        self._note_size(num_prefill)
+
+    def _note_size(self, num_prefill: int) -> None:
+        self._largest = max(num_prefill, int(self._largest * (1 - FORGOTTEN)))
 
     def _target(self, crowd: float) -> float:
         if self._fixed_target is not None:
@@ -99,9 +114,9 @@ class AdaptiveChunk:
 
     def _wanted_alone(self) -> int:
         """A large chunk: no stream waits for it, but an abort or an arrival does."""
-        if not self._cost.known:
+        if not self._alone.known:
             return FIRST_CHUNK_ALONE
-        fitting = int((LONGEST_CHUNK_SECONDS - self._cost.fixed) / self._cost.per_token)
+        fitting = int((LONGEST_CHUNK_SECONDS - self._alone.fixed) / self._alone.per_token)
         return max(SMALLEST_CHUNK_ALONE, fitting)
 
     def _wanted(self, target: float) -> int:
@@ -149,6 +164,11 @@ class ChunkCost:
     def of(self, num_tokens: int) -> float:
         """Seconds that a chunk is expected to take."""
         return self.fixed + self.per_token * num_tokens
+
+    def learn(self, num_tokens: int, seconds: float) -> None:
+        """Take a chunk in, whose time may be wrong."""
+        # A compilation, or a machine that was busy elsewhere, is not a speed.
+        self.add(num_tokens, min(seconds, OUTLIER * self.of(num_tokens)) if self.known else seconds)
 
     def add(self, num_tokens: int, seconds: float) -> None:
         """Take a chunk in."""

@@ -240,7 +240,10 @@ class StepResult(Struct, frozen=True, kw_only=True):
         failures: Rows whose own code raised or whose logits are not finite, and why; after the
             tokens in ``sampled``, if there are any.
         seconds: Time the step took, as far as it can be told apart from its neighbours.
-        prefill_seconds: What each prompt chunk took, in the plan's order.
+        prefill_seconds: What each prompt chunk took, in the plan's order, as far as they were
+            waited for.
+        fused: Whether the last chunk went through the model together with the decode: then it is
+            not among ``prefill_seconds``, and what both took is the rest of ``seconds``.
     """
 
     number: int
@@ -248,8 +251,9 @@ class StepResult(Struct, frozen=True, kw_only=True):
     failures: dict[Key, str]
     seconds: float
     prefill_seconds: tuple[float, ...] = ()
+    fused: bool = False
 
     @property
     def decode_seconds(self) -> float:
-        """What the decode of all rows took."""
+        """What the decode of all rows took, with the chunk that went with it."""
         return max(0.0, self.seconds - sum(self.prefill_seconds))

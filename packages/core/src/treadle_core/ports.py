@@ -45,6 +45,16 @@ class ChunkPolicy(Protocol):
         """
         ...
 
+    def observe_fused(self, num_decoding: int, num_prefill: int, seconds: float) -> None:
+        """What a decode took together with a chunk that went through the model beside it.
+
+        Args:
+            num_decoding: Rows that decoded.
+            num_prefill: Tokens of the chunk.
+            seconds: How long both took.
+        """
+        ...
+
 
 class Tokenizer(Protocol):
     """Text to token ids and back."""

@@ -633,8 +633,11 @@ class Scheduler:
     def _observe(self, plan: Plan, result: StepResult) -> None:
         for prefill, seconds in zip(plan.prefills, result.prefill_seconds, strict=False):
             self._chunk.observe(len(plan.decodes), len(prefill.tokens), seconds)
+        if result.fused:
+            num_prefill = len(plan.prefills[-1].tokens)
+            self._chunk.observe_fused(len(plan.decodes), num_prefill, result.decode_seconds)
         # A wide forward does not tell what a chunk makes the streams wait beyond.
-        if plan.decodes and not plan.has_drafts:
+        elif plan.decodes and not plan.has_drafts:
             self._chunk.observe(len(plan.decodes), 0, result.decode_seconds)
 
 

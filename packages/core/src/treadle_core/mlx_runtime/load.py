@@ -29,6 +29,7 @@ from treadle_core.mlx_runtime.gguf import find_demo_model, load_gguf
 from treadle_core.mlx_runtime.probe import (
     check_batching,
     check_drafts,
+    check_fusing,
     check_quantising,
     check_storing,
 )
@@ -148,7 +149,8 @@ def make_runner(
     if kv_bits is not None:
         spec = quantised(spec, kv_bits, kv_group_size)
         check_quantising(text, spec)
-    return ModelRunner(text, check_storing(text, spec), slack=slack, config=config)
+    fuses = check_fusing(text, spec)
+    return ModelRunner(text, check_storing(text, spec), slack=slack, config=config, fuses=fuses)
 
 
 def draft_limit(model: ModelAdapter, spec: ModelSpec, config: dict[str, Any], most: int) -> int:

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from treadle_core.errors import Unsupported, describe
 from treadle_core.layers import Composite, FullAttention, LayerSpec, ModelSpec, Quantised, flatten
+from treadle_core.mlx_runtime import fusing
 from treadle_core.mlx_runtime.adapter import ModelAdapter
 from treadle_core.mlx_runtime.groups import RowGroup, SlotGroup
 from treadle_core.mlx_runtime.host import pack_caches, unpack_caches
@@ -124,6 +125,43 @@ def check_drafts(model: ModelAdapter, spec: ModelSpec) -> str:
     return ""
 
 
+def check_fusing(model: ModelAdapter, spec: ModelSpec) -> bool:
+    """Whether a chunk may go through the model together with decoding rows; prepares it for that.
+
+    That is for layers whose KV is written where it is read: then the chunk's own row decodes in
+    the same pass. Rings and recurrent state take a chunk over only when it is through.
+    """
+    parts = [part for layer in spec.layers for part in flatten(layer)]
+    plain = all(isinstance(part, FullAttention) and part.quantised is None for part in parts)
+    if not (spec.batched and plain and fusing.prepare(model.model)):
+        return False
+    try:
+        difference = relative_difference(run_fused(model, spec), run_together(model, spec))
+    except Exception:  # noqa: BLE001 — unknown models may raise anything, and run apart then
+        return False
+    return difference <= TOLERANCE
+
+
+def run_fused(model: ModelAdapter, spec: ModelSpec) -> list[mx.array]:
+    """As :func:`run_together`, but one row's prompt goes with the first decode of all rows."""
+    order = [*range(1, len(PROMPTS)), 0]
+    prompts = [PROMPTS[place] for place in order]
+    group, starts = _prefilled(model, spec, slack=0, prompts=prompts, lazy=True)
+    row, chunk = len(prompts) - 1, prompts[-1][:-1]
+    columns = zip(*(decoded(prompt) for prompt in prompts), strict=True)
+    first = mx.array([list(next(columns))]).T
+    _, logits = fusing.run_together(
+        lambda: group.prefill(row, chunk, 0), lambda: group.decode(first, starts)
+    )
+    mx.eval(logits)
+    steps = [
+        logits[:, -1],
+        *(_decode(group, list(fed), [s + i for s in starts]) for i, fed in enumerate(columns, 1)),
+    ]
+    back = mx.array([order.index(place) for place in range(len(order))])
+    return [step[back] for step in steps]
+
+
 def run_wide(model: ModelAdapter, spec: ModelSpec) -> tuple[list[mx.array], SlotGroup]:
     """Logits of all that the rows decode, from one forward, and their group after it."""
     group, starts = _prefilled(model, spec, slack=len(DECODED))
@@ -182,14 +220,24 @@ def relative_difference(left: list[mx.array], right: list[mx.array]) -> float:
     return value
 
 
-def _prefilled(model: ModelAdapter, spec: ModelSpec, *, slack: int) -> tuple[SlotGroup, list[int]]:
-    """Rows that hold all of their prompts but the last token, and how much that is."""
+def _prefilled(
+    model: ModelAdapter,
+    spec: ModelSpec,
+    *,
+    slack: int,
+    prompts: Sequence[tuple[int, ...]] = PROMPTS,
+    lazy: bool = False,
+) -> tuple[SlotGroup, list[int]]:
+    """Rows that hold all of their prompts but the last token, and how much that is.
+
+    With ``lazy`` the last row is still empty.
+    """
     group = SlotGroup(model, spec.layers, slack=slack, width_step=CAPACITY)
-    starts = [len(prompt) - 1 for prompt in PROMPTS]
-    group.resize(Resize(0, len(PROMPTS), CAPACITY))
-    for row, (prompt, start) in enumerate(zip(PROMPTS, starts, strict=True)):
+    starts = [len(prompt) - 1 for prompt in prompts]
+    group.resize(Resize(0, len(prompts), CAPACITY))
+    for row, (prompt, start) in enumerate(zip(prompts, starts, strict=True)):
         group.open(Open(0, row))
-        if start:
+        if start and not (lazy and row == len(prompts) - 1):
             group.prefill(row, prompt[:start], 0)
         group.promote(Promote(0, row, row, start, start))
     return group, starts

@@ -10,6 +10,7 @@ import mlx.core as mx
 from treadle_core.layers import ModelSpec, why_no_drafts
 from treadle_core.mlx_runtime.adapter import ModelAdapter
 from treadle_core.mlx_runtime.fingerprint import fingerprint
+from treadle_core.mlx_runtime.fusing import run_together
 from treadle_core.mlx_runtime.groups import RowGroup, SlotGroup, SoloGroup
 from treadle_core.mlx_runtime.sampler import Choice, Sampler
 from treadle_core.mlx_runtime.verifying import DraftChoice, verify
@@ -43,8 +44,9 @@ class SubmittedStep:
         number: The plan's number.
         choice: Its tokens, or None if nothing was sampled.
         started: When it was submitted, by the stopwatch.
-        prefill_seconds: What each chunk took.
+        prefill_seconds: What each chunk took that was waited for.
         stopwatch: Tells how long the step took.
+        fused: Whether its last chunk and its decode went through the model together.
     """
 
     def __init__(
@@ -54,8 +56,11 @@ class SubmittedStep:
         started: float,
         prefill_seconds: list[float],
         stopwatch: "Stopwatch",
+        *,
+        fused: bool = False,
     ) -> None:
         self._number = number
+        self._fused = fused
         self._choice = choice
         self._prefill_seconds = prefill_seconds
         self._stopwatch = stopwatch
@@ -77,6 +82,7 @@ class SubmittedStep:
             failures=failures,
             seconds=self._stopwatch.lap(self._started, self._ended),
             prefill_seconds=tuple(self._prefill_seconds),
+            fused=self._fused,
         )
 
 
@@ -107,6 +113,7 @@ class ModelRunner:
         slack: Longest draft that it verifies, and so the tokens that a ring holds beyond its window.
         width_step: Granularity of attention width; None chooses by device.
         config: The checkpoint's config, as far as it decides what is computed.
+        fuses: Whether a chunk may go through the model together with decoding rows.
     """
 
     def __init__(
@@ -117,7 +124,9 @@ class ModelRunner:
         slack: int = 0,
         width_step: int | None = None,
         config: Mapping[str, Any] | None = None,
+        fuses: bool = False,
     ) -> None:
+        self._fuses = fuses
         self._model: ModelAdapter | None = model
         self._spec = spec
         self._slack = 0 if why_no_drafts(spec) else slack
@@ -178,18 +187,28 @@ class ModelRunner:
             # It may still be running: its end is where the first chunk begins.
             self._before.settle()
         started = self._stopwatch.now()
-        prefill_seconds = self._do_work(plan)
-        choice = self._decode(plan.decodes) if plan.decodes else None
+        work, chunk, after = self._apart(plan)
+        prefill_seconds = self._do_work(work)
+        # What is left only says which rows decode.
+        prefill_seconds += self._do_work(after)
+        if chunk is not None:
+            choice = self._decode_beside(chunk, plan.decodes)
+        else:
+            choice = self._decode(plan.decodes) if plan.decodes else None
         if choice is not None:
             # Buffers too: what the logits do not depend on would otherwise stay lazy for ever.
             used = {decode.group for decode in plan.decodes}
+            used |= set() if chunk is None else {chunk.group}
             buffers = [self._groups[group].arrays() for group in sorted(used)]
             mx.async_eval(choice.arrays(), buffers)
         if choice is not None:
             # Nothing is fed from the device behind a draft: its tokens are read first.
             self._last = choice if isinstance(choice, Choice) else None
         self._tidy(plan)
-        step = SubmittedStep(plan.number, choice, started, prefill_seconds, self._stopwatch)
+        fused = chunk is not None
+        step = SubmittedStep(
+            plan.number, choice, started, prefill_seconds, self._stopwatch, fused=fused
+        )
         self._before = step
         return step
 
@@ -208,10 +227,24 @@ class ModelRunner:
         self._model = None
         mx.clear_cache()
 
-    def _do_work(self, plan: Plan) -> list[float]:
+    def _apart(
+        self, plan: Plan
+    ) -> tuple[Sequence[Instruction | Prefill], Prefill | None, Sequence[Instruction | Prefill]]:
+        """The work before the chunk that goes together with the decode, it, and what follows it."""
+        last = max((i for i, w in enumerate(plan.work) if isinstance(w, Prefill)), default=-1)
+        if last < 0 or not plan.decodes or plan.has_drafts or not self._fuses:
+            return plan.work, None, ()
+        chunk, after = plan.work[last], plan.work[last + 1 :]
+        assert isinstance(chunk, Prefill)
+        # Anything else reads what the chunk writes.
+        if any(not isinstance(item, Promote) or item.row != item.to for item in after):
+            return plan.work, None, ()
+        return plan.work[:last], chunk, after
+
+    def _do_work(self, work: Sequence[Instruction | Prefill]) -> list[float]:
         """Arrange rows and prefill chunks; returns what each chunk took."""
         seconds: list[float] = []
-        for item in plan.work:
+        for item in work:
             if isinstance(item, Prefill):
                 seconds.append(self._prefill(item))
             else:
@@ -264,11 +297,22 @@ class ModelRunner:
         graph building that would have been hidden.
         """
         started = self._stopwatch.now()
-        group = self._groups[prefill.group]
-        attachment = self._attachments.get(prefill.key)
-        group.prefill(prefill.row, prefill.tokens, prefill.start, attachment)
-        mx.eval(group.arrays())
+        self._write(prefill)
+        mx.eval(self._groups[prefill.group].arrays())
         return self._stopwatch.now() - started
+
+    def _write(self, prefill: Prefill) -> None:
+        attachment = self._attachments.get(prefill.key)
+        group = self._groups[prefill.group]
+        group.prefill(prefill.row, prefill.tokens, prefill.start, attachment)
+
+    def _decode_beside(self, chunk: Prefill, decodes: Sequence[Decode]) -> Choice:
+        """A chunk and a token of each row in one pass over the weights.
+
+        The chunk's row may be among those that decode: in every layer its KV is written first.
+        """
+        _, choice = run_together(lambda: self._write(chunk), lambda: self._decode(decodes))
+        return choice
 
     def _decode(self, decodes: Sequence[Decode]) -> Choice | DraftChoice:
         if any(decode.draft for decode in decodes):

@@ -22,6 +22,7 @@ from treadle_core.layers import (
     Window,
     ring_size,
 )
+from treadle_core.mlx_runtime.fusing import wait_for_other_writes
 from treadle_core.mlx_runtime.masks import Positions, kept_mask, ring_mask, row_mask, slot_mask
 from treadle_core.plan import Move
 from treadle_core.prefix import TokenArray
@@ -292,6 +293,7 @@ class SlotRow(AttentionView):
         store.keys[row : row + 1, :, start:stop] = keys
         store.values[row : row + 1, :, start:stop] = values
         self.offset = self._seen = stop
+        wait_for_other_writes()
         return store.keys[row : row + 1, :, :stop], store.values[row : row + 1, :, :stop]
 
     def make_mask(
@@ -321,6 +323,7 @@ class SlotBatch(AttentionView):
         columns = self._positions.query
         store.keys = scatter_rows(store.keys, columns, keys)
         store.values = scatter_rows(store.values, columns, values)
+        wait_for_other_writes()
         return store.keys[:rows, :, :width], store.values[:rows, :, :width]
 
     def make_mask(
