@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -94,6 +94,7 @@ def test_a_dtype_without_a_code_is_refused() -> None:
             encode(Entry(name=NAME, arrays=(np.zeros(3, dtype),)))
 
 
+@settings(deadline=None)
 @given(some_arrays, st.integers(1, 40))
 def test_writes_that_take_a_part_are_continued(
     tmp_path_factory: pytest.TempPathFactory, contents: tuple[np.ndarray, ...], most: int

@@ -5,8 +5,8 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from threading import Event, current_thread
 
@@ -14,8 +14,19 @@ import pytest
 
 from treadle_cache.disk import DiskConfig, DiskTier
 from treadle_cache.disk.catalog import Change, Row, State, open_catalog
-from treadle_cache.disk.testing import ROOT, Call, WatchedFiles, digest_of, digests, make_entry
+from treadle_cache.disk.testing import (
+    ROOT,
+    Call,
+    WatchedFiles,
+    digest_of,
+    digests,
+    make_entry,
+    same_entry,
+)
+from treadle_cache.disk.tier import HANG_SECONDS
 from treadle_cache.entries import EntryName
+from treadle_core.ports import Clock
+from treadle_core.testing import ManualClock
 
 Make = Callable[..., DiskTier]
 
@@ -34,19 +45,28 @@ class Hang:
             self.ended.wait(50)
 
 
-def open_tier(directory: Path, files: WatchedFiles | None = None, **options: float) -> DiskTier:
+def open_tier(
+    directory: Path,
+    files: WatchedFiles | None = None,
+    clock: Clock | None = None,
+    **options: float,
+) -> DiskTier:
     config = DiskConfig(
         directory=str(directory), capacity_bytes=64 << 20, min_free_bytes=0, **options
     )
-    return DiskTier(config, files=files)
+    return DiskTier(config, files=files, clock=clock)
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
     with ExitStack() as stack:
 
-        def make(before: Callable[[Call, Path], None] | None = None, **options: float) -> DiskTier:
-            tier = open_tier(tmp_path / "tier", WatchedFiles(before), **options)
+        def make(
+            before: Callable[[Call, Path], None] | None = None,
+            clock: Clock | None = None,
+            **options: float,
+        ) -> DiskTier:
+            tier = open_tier(tmp_path / "tier", WatchedFiles(before), clock, **options)
             stack.callback(tier.close)
             if isinstance(before, Hang):
                 stack.callback(before.ended.set)
@@ -147,6 +167,67 @@ def test_a_clear_does_not_wait_for_a_lock_of_another_process(make: Make, tmp_pat
     assert tier.present(digests([0, 1])) == {digest_of(1)}
     tier.close()
     assert make().present(digests([0, 1])) == {digest_of(1)}
+
+
+LOCK_THE_INDEX = """
+import fcntl, sys
+with open(sys.argv[1], "r+b") as file:
+    fcntl.lockf(file, fcntl.LOCK_EX, 8, 120)
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def locked_index(directory: Path) -> Generator[None]:
+    """Another process holds what SQLite needs to read the index, as a hanging disk would."""
+    command = [sys.executable, "-c", LOCK_THE_INDEX, str(directory / "index.db-shm")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"locked\n"
+        yield
+        other.communicate(timeout=20)
+
+
+def test_a_look_up_does_not_wait_for_an_index_that_cannot_be_read(
+    make: Make, tmp_path: Path
+) -> None:
+    tier = make(close_seconds=0.2)
+    put(tier, range(3))
+    tier.put(make_entry(3, kind="checkpoint"))
+    tier.flush()
+
+    def look_up() -> None:
+        assert tier.present(digests(range(5))) == set(digests(range(4)))
+        assert tier.count_blocks(digests(range(3))) == 3
+        assert [name.digest for name in tier.checkpoints([ROOT])] == [digest_of(3)]
+        assert not tier.read([digest_of(0)]).done
+        tier.touch([digest_of(0)])
+        put(tier, [4])
+        assert tier.present([digest_of(4)])
+
+    with locked_index(tmp_path / "tier"):
+        assert seconds_of(look_up) < 0.5
+
+
+def test_nothing_more_is_found_on_a_disk_that_hangs_until_it_answers(
+    make: Make, tmp_path: Path
+) -> None:
+    hang, clock = Hang("read"), ManualClock()
+    tier = make(hang, clock)
+    put(tier, range(2))
+    tier.flush()
+    reading = tier.read([digest_of(0)])
+    assert hang.reached.wait(20)
+    assert tier.present(digests(range(2))) == set(digests(range(2)))
+    clock.advance(HANG_SECONDS + 1)
+    put(tier, [2])
+    assert tier.present(digests(range(3))) - {digest_of(2)} == set()
+    assert tier.checkpoints([ROOT]) == []
+    assert tier.read([digest_of(1)]).result() == [None]
+    hang.ended.set()
+    assert same_entry(reading.result()[0], make_entry(0))
+    assert tier.present(digests(range(2))) == set(digests(range(2)))
 
 
 def counted_bytes(directory: Path) -> int:

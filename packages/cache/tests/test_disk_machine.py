@@ -115,8 +115,8 @@ class DiskTierMachine(RuleBasedStateMachine):
         if self.others:
             self.others.append(self.tier)
             self.tier = self.others.pop(0)
-            # A put asks nobody: it learns from look-ups what others have cleared.
-            self.tier.present([])
+            # Look-ups and puts ask nobody: what others have changed shows a moment later.
+            self.tier.flush()
 
     @rule(number=numbers, place=st.integers(0, 1 << 30), is_restarting=st.booleans())
     def damage(self, number: int, place: int, is_restarting: bool) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from errno import EIO
 from pathlib import Path
 from threading import Event
@@ -15,7 +16,9 @@ from threading import Event
 import pytest
 
 from treadle_cache.disk import DiskConfig, DiskTier, verify
+from treadle_cache.disk.catalog import JOURNAL_ROWS, Row, State, open_catalog
 from treadle_cache.disk.files import RealFiles, tree_bytes
+from treadle_cache.disk.mirror import Mirror
 from treadle_cache.disk.testing import (
     ROOT,
     Call,
@@ -52,6 +55,14 @@ def put(tier: DiskTier, number: int) -> None:
     tier.flush()
 
 
+def soon(is_so: Callable[[], bool]) -> bool:
+    """Whether something comes to be so without anybody asking for it, as others' changes do."""
+    end = time.monotonic() + 5
+    while not is_so() and time.monotonic() < end:
+        time.sleep(0.01)
+    return is_so()
+
+
 def test_each_sees_what_the_other_writes(make: Make) -> None:
     left, right = make(), make()
     put(left, 1)
@@ -59,7 +70,53 @@ def test_each_sees_what_the_other_writes(make: Make) -> None:
     right.put(checkpoint)
     right.flush()
     assert has(right, 1)
-    assert left.checkpoints([ROOT]) == [checkpoint.name]
+    assert soon(lambda: left.checkpoints([ROOT]) == [checkpoint.name])
+
+
+def test_each_sees_what_the_other_evicts_and_clears(make: Make) -> None:
+    left, right = make(), make(capacity_bytes=2 << 20)
+    for number in range(6):
+        left.put(make_entry(number, num_bytes=200_000))
+    left.flush()
+    for number in range(6, 9):
+        right.put(make_entry(number, num_bytes=200_000))
+    right.flush()
+    assert not right.present([digest_of(0)])
+    assert soon(lambda: not left.present([digest_of(0)]))
+    assert soon(lambda: bool(left.present([digest_of(8)])))
+    left.clear()
+    assert soon(lambda: not right.present([digest_of(8)]))
+
+
+def test_more_changes_than_are_kept_are_followed_too(tmp_path: Path) -> None:
+    with closing(open_catalog(tmp_path / "index.db")) as catalog:
+        mirror = Mirror()
+        mirror.take(catalog.news(None, 0))
+        for first in (0, JOURNAL_ROWS, 3 * JOURNAL_ROWS):
+            with catalog.changing() as change:
+                epoch = change.figure("epoch")
+                for number in range(first, 2 * first + 10):
+                    name = make_entry(number, kind="checkpoint", num_bytes=24).name
+                    change.add(
+                        Row(
+                            name=name,
+                            num_bytes=number,
+                            used=1,
+                            state=State.READY,
+                            owner=None,
+                            epoch=epoch,
+                        )
+                    )
+                change.remove(digest_of(3))
+            mirror.take(catalog.news(mirror.epoch, mirror.number))
+            rows = {row.name.digest: row for row in catalog.rows()}
+            assert len(mirror) == len(rows)
+            assert mirror.present(rows.keys()) == rows.keys()
+            names = {name.digest: name for name in mirror.checkpoints([ROOT])}
+            assert names == {digest: row.name for digest, row in rows.items()}
+            assert mirror.num_bytes(rows) == sum(row.num_bytes for row in rows.values())
+        news = catalog.news(mirror.epoch, mirror.number)
+        assert (news.is_all, news.gone, news.kept) == (False, (), ())
 
 
 def test_the_same_entry_is_written_once(make: Make) -> None:
@@ -128,6 +185,7 @@ def test_what_waits_is_not_found_after_the_other_has_cleared(make: Make) -> None
     def look(call: Call, path: Path) -> None:
         if call == "create" and not seen:
             left.clear()
+            soon(lambda: not right.present([digest_of(0)]))
             seen.append(right.present([digest_of(0), digest_of(1)]))
             assert right.read([]).done is False
 

@@ -4,25 +4,25 @@ Rows may disagree with the files, which are the truth; whoever finds a differenc
 """
 
 import sqlite3
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing, contextmanager
 from enum import IntEnum
 from pathlib import Path
 from secrets import randbits
 from threading import Lock
-from typing import Any, cast
+from typing import Any
 
 from msgspec import Struct, ValidationError, convert
 
 from treadle_cache.entries import EntryName
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 # One more page of the log costs no more than reading it; a short log keeps the byte limit tight.
 LOG_PAGES = 64
 
-# Digests per query: SQLite before 3.32 takes 999 parameters.
-CHUNK = 500
+# Changes that are kept for those who follow them; whoever is further behind reads all rows.
+JOURNAL_ROWS = 1024
 
 # A day.
 FAR_MICROSECONDS = 86_400_000_000
@@ -52,11 +52,16 @@ CREATE INDEX entries_by_use ON entries (epoch, used);
 CREATE INDEX leaves_by_use ON entries (epoch, used) WHERE state = 1 AND num_children = 0;
 CREATE TABLE figures (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 INSERT INTO figures VALUES ('num_bytes', 0), ('num_ready', 0), ('epoch', {{epoch}});
+CREATE TABLE journal (number INTEGER PRIMARY KEY, digest BLOB NOT NULL);
+CREATE TRIGGER journal_grown AFTER INSERT ON journal BEGIN
+    DELETE FROM journal WHERE number <= new.number - {JOURNAL_ROWS};
+END;
 CREATE TRIGGER entry_added AFTER INSERT ON entries BEGIN
     UPDATE figures SET value = value + new.num_bytes WHERE name = 'num_bytes';
 END;
 CREATE TRIGGER entry_added_ready AFTER INSERT ON entries WHEN new.state = 1 BEGIN
     UPDATE figures SET value = value + 1 WHERE name = 'num_ready';
+    INSERT INTO journal (digest) VALUES (new.digest);
 END;
 CREATE TRIGGER entry_added_child AFTER INSERT ON entries BEGIN
     UPDATE entries SET num_children = num_children + 1
@@ -68,6 +73,7 @@ END;
 CREATE TRIGGER entry_removed_ready AFTER DELETE ON entries WHEN old.state = 1 BEGIN
     UPDATE figures SET value = value - 1 WHERE name = 'num_ready'
     AND old.epoch = (SELECT value FROM figures WHERE name = 'epoch');
+    INSERT INTO journal (digest) VALUES (old.digest);
 END;
 CREATE TRIGGER entry_removed_child AFTER DELETE ON entries BEGIN
     UPDATE entries SET num_children = num_children - 1
@@ -75,6 +81,7 @@ CREATE TRIGGER entry_removed_child AFTER DELETE ON entries BEGIN
 END;
 CREATE TRIGGER entry_changed AFTER UPDATE OF state ON entries BEGIN
     UPDATE figures SET value = value + (new.state = 1) - (old.state = 1) WHERE name = 'num_ready';
+    INSERT INTO journal (digest) VALUES (new.digest);
 END;
 PRAGMA user_version = {SCHEMA_VERSION};
 COMMIT;
@@ -140,6 +147,38 @@ class Row(Struct, frozen=True, kw_only=True):
     epoch: int
 
 
+class Kept(Struct, frozen=True):
+    """An entry with a file, as far as look-ups need to know it.
+
+    Attributes:
+        digest: Its digest.
+        num_bytes: Bytes of its file.
+        checkpoint: Its name, if it is a checkpoint.
+    """
+
+    digest: bytes
+    num_bytes: int
+    checkpoint: EntryName | None
+
+
+class News(Struct, frozen=True, kw_only=True):
+    """What an index says that somebody does not know yet.
+
+    Attributes:
+        epoch: The epoch that it is about.
+        number: Number of the last change in it.
+        is_all: Whether it is everything, and not what has changed since.
+        gone: Digests that may have been known and have no file any more.
+        kept: Entries that may not have been known.
+    """
+
+    epoch: int
+    number: int
+    is_all: bool
+    gone: tuple[bytes, ...]
+    kept: tuple[Kept, ...]
+
+
 class Catalog:
     """An open index. For any thread; a look-up never waits for a change.
 
@@ -177,22 +216,26 @@ class Catalog:
 
     # Look-ups
 
-    def present(self, digests: Sequence[bytes]) -> set[bytes]:
-        """Which of ``digests`` have a file."""
-        query = f"SELECT digest FROM entries WHERE {IS_FOUND} AND digest IN "
-        return {cast("bytes", digest) for (digest,) in self._among(query, digests)}
-
-    def checkpoints(self, parents: Sequence[bytes]) -> list[EntryName]:
-        """Checkpoints with a file that hang on any of ``parents``."""
-        query = (
-            "SELECT digest, kind, root, parent, num_tokens FROM entries "
-            f"WHERE {IS_FOUND} AND kind = 'checkpoint' AND parent IN "
-        )
-        return [_name(*values) for values in self._among(query, parents)]
-
     def has(self, digest: bytes) -> bool:
         """Whether a digest has a file."""
-        return bool(self.present([digest]))
+        query = f"SELECT count(*) FROM entries WHERE {IS_FOUND} AND digest = ?"
+        with self._reading, _damage_translated():
+            (count,) = self._reader.execute(query, (digest,)).fetchone()
+            return bool(count)
+
+    def news(self, epoch: int | None, number: int) -> News:
+        """What has changed since change ``number`` of ``epoch``; all of it for another epoch."""
+        with self._reading, _damage_translated(), _snapshot(self._reader) as reader:
+            current = _figure(reader, "epoch")
+            first, last = _journal_ends(reader)
+            is_all = epoch != current or not first - 1 <= number <= last
+            return News(
+                epoch=current,
+                number=last,
+                is_all=is_all,
+                gone=() if is_all else _gone(reader, number),
+                kept=_kept(reader, _EVERY if is_all else _SINCE, () if is_all else (number,)),
+            )
 
     def rows(self) -> list[Row]:
         """All rows, the least recently used first."""
@@ -203,13 +246,6 @@ class Catalog:
         """``num_bytes`` of all rows, ``num_ready`` entries, or the ``epoch`` that clears change."""
         with self._reading, _damage_translated():
             return _figure(self._reader, name)
-
-    def _among(self, query: str, values: Sequence[bytes]) -> Iterator[tuple[Any, ...]]:
-        with self._reading, _damage_translated():
-            for start in range(0, len(values), CHUNK):
-                chunk = values[start : start + CHUNK]
-                marks = ",".join("?" * len(chunk))
-                yield from self._reader.execute(f"{query} ({marks})", chunk).fetchall()
 
     # Changes
 
@@ -379,6 +415,50 @@ def open_catalog(path: Path) -> Catalog:
     except BaseException:
         writer.close()
         raise
+
+
+_SINCE = (
+    f"SELECT DISTINCT entries.{', entries.'.join(_NAME_FIELDS)}, num_bytes FROM journal "
+    f"CROSS JOIN entries ON entries.digest = journal.digest WHERE number > ? AND {IS_FOUND}"
+)
+_EVERY = f"SELECT {', '.join(_NAME_FIELDS)}, num_bytes FROM entries WHERE {IS_FOUND}"
+
+
+@contextmanager
+def _snapshot(connection: sqlite3.Connection) -> Generator[sqlite3.Connection]:
+    """One state of the index for several queries."""
+    connection.execute("BEGIN")
+    try:
+        yield connection
+    finally:
+        connection.rollback()
+
+
+def _journal_ends(connection: sqlite3.Connection) -> tuple[int, int]:
+    """The first and the last number of the journal; ``(1, 0)`` while it has none."""
+    first, last = connection.execute("SELECT min(number), max(number) FROM journal").fetchone()
+    return (1, 0) if first is None else (first, last)
+
+
+def _gone(connection: sqlite3.Connection, number: int) -> tuple[bytes, ...]:
+    found = connection.execute(
+        "SELECT DISTINCT digest FROM journal WHERE number > ? AND NOT EXISTS "
+        f"(SELECT 1 FROM entries WHERE entries.digest = journal.digest AND {IS_FOUND})",
+        (number,),
+    )
+    return tuple([digest for (digest,) in found.fetchall()])
+
+
+def _kept(
+    connection: sqlite3.Connection, query: str, values: tuple[object, ...]
+) -> tuple[Kept, ...]:
+    found = connection.execute(query, values).fetchall()
+    return tuple(
+        [
+            Kept(digest, num_bytes, _name(digest, kind, *rest) if kind == "checkpoint" else None)
+            for digest, kind, *rest, num_bytes in found
+        ]
+    )
 
 
 @contextmanager

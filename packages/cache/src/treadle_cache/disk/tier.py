@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from threading import Condition, Thread
+from threading import Condition, Lock, Thread
 
 from msgspec import Struct
 
@@ -16,6 +16,7 @@ from treadle_cache.disk.config import DiskConfig
 from treadle_cache.disk.counters import Counters
 from treadle_cache.disk.failures import DISK_ERRORS, Breaker, is_lock, needs_order, reason_of
 from treadle_cache.disk.files import Files, RealFiles
+from treadle_cache.disk.mirror import Mirror
 from treadle_cache.disk.shelf import Figures, Limits, Outcome, Shelf
 from treadle_cache.entries import Entry, EntryName, SlowTier
 from treadle_core.clock import SystemClock
@@ -34,6 +35,13 @@ MAX_TOUCHES_WAITING = 8192
 # by that than they lose when their bytes leave the processor's cache between checksum and writing.
 BATCH_ENTRIES = 8
 BATCH_BYTES = 2 << 20
+
+# How often the index is asked what other processes have changed.
+LOOK_SECONDS = 0.25
+
+# An entry that is being read for longer than this is on a disk that hangs: nothing more is found
+# there until it answers.
+HANG_SECONDS = 2.0
 
 # Longest that a clear holds up who calls it.
 CLEAR_SECONDS = 0.3
@@ -103,8 +111,10 @@ class DiskTier(SlowTier):
     brought to the device when nothing waits to be written, after ``sync_bytes`` at the latest, and
     by ``close``.
 
-    No thread but its own waits for the disk to take anything. One thread makes all look-ups and
-    changes; :meth:`stats` may be called from any.
+    No thread but its own waits for the disk: what can be found is known in memory. What other
+    processes add or remove shows here within a quarter of a second, as long as the disk answers;
+    until then an entry that they have removed can be found, and comes out as a miss when it is
+    read. One thread makes all look-ups and changes; :meth:`stats` may be called from any.
 
     No method raises. What fails is a miss and counted; when writing fails again and again, nothing
     is written until a later attempt succeeds.
@@ -137,20 +147,24 @@ class DiskTier(SlowTier):
             lambda: int(now() * 1e6),
             self._counters,
         )
-        self._open_shelf()
+        # One at a time, so that news come in order.
+        self._asking = Lock()
         # Guards all that follows.
         self._changed = Condition()
+        self._mirror = Mirror()
         self._breaker = Breaker(config.max_failures, config.retry_seconds, self._clock)
-        self._epoch_seen = self._shelf.catalog.figure("epoch")
         self._waiting = OrderedDict[bytes, _Waiting]()
         self._waiting_bytes = 0
         self._touched = OrderedDict[bytes, None]()
         self._unsynced = dict[bytes, int]()
         self._readings = deque[DiskReading]()
         self._current: DiskReading | None = None
+        self._reading_since: float | None = None
         self._num_read = 0
         self._num_seen = 0
         self._num_clears = 0
+        # Of them, how many the directory has been through.
+        self._num_noted = 0
         # Until a clear is done, and for as long as it cannot be, nothing is looked up.
         self._must_clear = False
         # Whether the writer is to try to.
@@ -160,9 +174,11 @@ class DiskTier(SlowTier):
         self._is_closed = False
         self._is_dead = False
         self._is_given_up = False
+        self._open_shelf()
         self._threads = [
             Thread(target=self._write_all, name="treadle-disk-writer", daemon=True),
             Thread(target=self._read_all, name="treadle-disk-reader", daemon=True),
+            Thread(target=self._follow, name="treadle-disk-follower", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -170,6 +186,7 @@ class DiskTier(SlowTier):
     def _open_shelf(self) -> None:
         try:
             self._shelf.open()
+            self._mirror.take(self._shelf.catalog.news(None, 0))
         except DISK_ERRORS as error:
             self._shelf.close()
             raise Unsupported(
@@ -186,8 +203,8 @@ class DiskTier(SlowTier):
     def put(self, entry: Entry) -> None:
         """Keep an entry, later. Without room it is taken only if nothing else waits.
 
-        This asks neither disk nor index: if another process has cleared since the last look-up, the
-        entry counts as put before that, and is not kept.
+        This asks neither disk nor index: if another process has cleared a moment ago, the entry
+        counts as put before that, and is not kept.
         """
         with self._changed:
             if self._is_off():
@@ -195,7 +212,7 @@ class DiskTier(SlowTier):
             elif self._fits(entry.num_bytes) or self._is_waiting(entry.name.digest):
                 # What was put after a clear that is not done yet is written after it.
                 self._may_clear = self._must_clear
-                self._enqueue(_Waiting(entry, None if self._must_clear else self._epoch_seen))
+                self._enqueue(_Waiting(entry, None if self._must_clear else self._mirror.epoch))
             else:
                 self._counters.add("dropped_full")
 
@@ -208,7 +225,12 @@ class DiskTier(SlowTier):
 
     def _is_waiting(self, digest: bytes) -> bool:
         waiting = self._waiting.get(digest)
-        return waiting is not None and is_of(waiting, self._epoch_seen)
+        return waiting is not None and is_of(waiting, self._epoch)
+
+    @property
+    def _epoch(self) -> int | None:
+        """The number that every clear changes, as far as it is known and counts."""
+        return None if self._is_hidden() else self._mirror.epoch
 
     def _enqueue(self, new: _Waiting) -> None:
         digest = new.entry.name.digest
@@ -228,17 +250,6 @@ class DiskTier(SlowTier):
             return False
         return bool(self._waiting) or not self._breaker.may_try()
 
-    def _epoch(self) -> int | None:
-        """The number that every clear changes; None while the index cannot be read."""
-        try:
-            epoch = self._shelf.catalog.figure("epoch")
-        except DISK_ERRORS:
-            self._counters.add("index_errors")
-            epoch = None
-        with self._changed:
-            self._epoch_seen = epoch
-        return epoch
-
     # Look-ups
 
     def count_blocks(self, digests: Sequence[bytes]) -> int:
@@ -249,53 +260,75 @@ class DiskTier(SlowTier):
 
     def present(self, digests: Sequence[bytes]) -> set[bytes]:
         """Which of ``digests`` are kept or being written."""
-        waiting = self._names_waiting()
-        found = {digest for digest in digests if digest in waiting}
-        if self._is_hidden():
-            return found
-        try:
-            return found | self._shelf.catalog.present(digests)
-        except DISK_ERRORS:
-            self._counters.add("index_errors")
-            return found
+        wanted = set(digests)
+        with self._changed:
+            found = {it for it in self._waiting.keys() & wanted if self._is_waiting(it)}
+            return found if self._is_out_of_reach() else found | self._mirror.present(wanted)
 
     def checkpoints(self, parents: Sequence[bytes]) -> list[EntryName]:
         """Checkpoints that hang on any of ``parents``."""
         wanted = set(parents)
-        names = {
-            digest: name
-            for digest, name in self._names_waiting().items()
-            if name.kind == "checkpoint" and name.parent in wanted
-        }
-        try:
-            kept = [] if self._is_hidden() else self._shelf.catalog.checkpoints(parents)
-        except DISK_ERRORS:
-            self._counters.add("index_errors")
-            kept = []
-        names.update((name.digest, name) for name in kept)
-        return list(names.values())
+        with self._changed:
+            names = [] if self._is_out_of_reach() else self._mirror.checkpoints(parents)
+            ends = (it.entry.name for it in self._waiting.values() if is_of(it, self._epoch))
+            names += [it for it in ends if it.kind == "checkpoint" and it.parent in wanted]
+        return list({name.digest: name for name in names}.values())
 
     def _is_hidden(self) -> bool:
         """Whether what is on the disk is not to be found."""
         return self._must_clear or self._is_closed
 
-    def _names_waiting(self) -> dict[bytes, EntryName]:
-        epoch = None if self._is_hidden() else self._epoch()
+    def _is_out_of_reach(self) -> bool:
+        """Whether what is on the disk is not to be found, or could not be read now."""
+        since = self._reading_since
+        is_hanging = since is not None and self._clock.now() - since > HANG_SECONDS
+        return is_hanging or self._is_hidden()
+
+    # Following the index
+
+    def _follow(self) -> None:
+        """The thread that follows what other processes change."""
+        try:
+            while not self._is_closed:
+                self._catch_up()
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_closed, LOOK_SECONDS)
+        except Exception:  # noqa: BLE001 — whatever it is, the engine goes on without this tier
+            self._die()
+
+    def _catch_up(self) -> int | None:
+        """Ask the index what has changed; the epoch, or None if it cannot be asked."""
+        with self._asking:
+            with self._changed:
+                epoch, number, num_clears = self._mirror.epoch, self._mirror.number, self._num_noted
+            try:
+                news = self._shelf.catalog.news(epoch, number)
+            except DISK_ERRORS as error:
+                self._note_unasked(error)
+                return None
+            with self._changed:
+                if num_clears != self._num_noted:
+                    # They may be from before the clear.
+                    return None
+                self._mirror.take(news)
+                return news.epoch
+
+    def _note_unasked(self, error: OSError | sqlite3.Error) -> None:
         with self._changed:
-            return {
-                digest: waiting.entry.name
-                for digest, waiting in self._waiting.items()
-                if is_of(waiting, epoch)
-            }
+            if self._is_closed:
+                return
+            self._counters.add("index_errors")
+            if needs_order(error):
+                # What it said holds no more.
+                self._mirror.forget()
 
     # Reading
 
     def read(self, digests: Sequence[bytes]) -> DiskReading:
         """Begin to read entries, in the order given."""
-        epoch = None if self._is_hidden() else self._epoch()
-        reading = DiskReading(self._changed, digests, epoch, self._num_clears)
         with self._changed:
-            if self._is_hidden():
+            reading = DiskReading(self._changed, digests, self._epoch, self._num_clears)
+            if self._is_out_of_reach():
                 reading.give_up()
                 return reading
             self._readings.append(reading)
@@ -341,7 +374,9 @@ class DiskTier(SlowTier):
         started = self._clock.now()
         entries: list[Entry | None] = [self._read(reading, it) for it in reading.digests]
         self._counters.add("read_us", int((self._clock.now() - started) * 1e6))
-        is_cleared = reading.epoch is not None and self._epoch() != reading.epoch
+        # Also, so that what could not be read is not found again.
+        epoch = self._catch_up()
+        is_cleared = reading.epoch is not None and epoch != reading.epoch
         with self._changed:
             if self._num_clears != reading.num_clears or is_cleared:
                 entries = [None] * len(entries)
@@ -359,11 +394,14 @@ class DiskTier(SlowTier):
         if waiting is not None and is_of(waiting, reading.epoch):
             self._counters.add("read_from_memory")
             return waiting.entry
+        self._reading_since = self._clock.now()
         try:
             return self._shelf.read(digest)
         except DISK_ERRORS as error:
             self._counters.add(f"read_failures_{reason_of(error)}")
             return None
+        finally:
+            self._reading_since = None
 
     # Writing
 
@@ -463,7 +501,7 @@ class DiskTier(SlowTier):
         self._counters.add("reopened")
         self._shelf.open()
         # The index may be a new one, with an epoch of its own.
-        self._epoch()
+        self._catch_up()
         return self._write_in(batch, None)
 
     def _write_in(self, batch: list[_Waiting], epoch: int | None) -> list[tuple[_Waiting, Outcome]]:
@@ -475,8 +513,8 @@ class DiskTier(SlowTier):
                 gone = [it for it in batch if self._waiting.get(it.entry.name.digest) is not it]
         kept = [it for it in batch if it not in gone]
         outcomes = self._shelf.write([it.entry for it in kept], epoch) if kept else []
-        if "cleared" in outcomes:
-            self._epoch()
+        # Before they are forgotten here, so that they can be found all the time.
+        self._catch_up()
         return [*((it, "cleared") for it in gone), *zip(kept, outcomes, strict=False)]
 
     def _note_outcome(self, waiting: _Waiting, outcome: Outcome) -> None:
@@ -560,9 +598,14 @@ class DiskTier(SlowTier):
             self._counters.add("sync_failures")
 
     def flush(self) -> None:
-        """Block until everything put before is written, or given up, and what is cleared is gone."""
+        """Block until everything put before is written, or given up, and what is cleared is gone.
+
+        What other processes have changed before shows then, too.
+        """
         with self._changed:
             self._changed.wait_for(lambda: not self._is_busy())
+        if not self._is_closed:
+            self._catch_up()
 
     # Clearing
 
@@ -631,7 +674,8 @@ class DiskTier(SlowTier):
 
     def _note_clear(self, num_clears: int, epoch: int) -> None:
         with self._changed:
-            self._epoch_seen = epoch
+            self._num_noted += 1
+            self._mirror.forget(epoch)
             self._must_remove = not self._is_closed
             if num_clears == self._num_clears:
                 self._must_clear = self._may_clear = False
