@@ -137,6 +137,24 @@ def test_a_tier_that_hangs_is_given_up() -> None:
     assert not rig.store.open_tickets
 
 
+def test_what_is_read_ahead_is_let_go_however_a_request_ends() -> None:
+    rig = Rig(RecordingStore(), max_num_seqs=1)
+    rig.engine.add(request("runs"))
+    rig.engine.add(request("waits", n=2))
+    rig.engine.add(request("late", deadline=5.0))
+    rig.engine.add(request("left"))
+    assert len(rig.store.open_tickets) == 4
+    rig.step()
+    assert len(rig.store.open_tickets) == 3, "it has its row"
+    rig.engine.abort("waits")
+    assert len(rig.store.open_tickets) == 2
+    rig.clock.advance(6)
+    rig.step()
+    assert len(rig.store.open_tickets) == 1
+    rig.engine.close()
+    assert not rig.store.open_tickets
+
+
 def test_a_row_that_waited_through_a_clear_is_stored() -> None:
     store = RecordingStore(delay=3, lost=True)
     rig = Rig(store)
@@ -169,8 +187,9 @@ class Broken(RecordingStore):
         self.fail("release")
         super().release(ticket)
 
-    def prefetch(self, key: PrefixKey, limit: int) -> None:
+    def prefetch(self, key: PrefixKey, limit: int) -> int:
         self.fail("prefetch")
+        return super().prefetch(key, limit)
 
     def fail(self, method: str) -> None:
         if method == self.method:
@@ -200,8 +219,9 @@ class Asked(RecordingStore):
         self.keys.append(("find", key))
         return super().find(key, limit)
 
-    def prefetch(self, key: PrefixKey, limit: int) -> None:
+    def prefetch(self, key: PrefixKey, limit: int) -> int:
         self.keys.append(("prefetch", key))
+        return super().prefetch(key, limit)
 
     def insert(self, key: PrefixKey, row: RowReader, generation: int) -> None:
         self.keys.append(("insert", key))

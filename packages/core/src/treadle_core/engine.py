@@ -298,7 +298,8 @@ class Engine:
         for observer in self._observers:
             observer.accepted(request.id)
         if self._reuse is not None:
-            self._reuse.prefetch(request, prompt)
+            # All of its answers begin alike.
+            self._reuse.prefetch(answers[0].sequence)
 
     def abort(self, request_id: str) -> bool:
         """End every unfinished answer of a request with reason ``abort``; idempotent.

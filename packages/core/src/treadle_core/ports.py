@@ -234,8 +234,13 @@ class PrefixStore(Protocol):
         """Block until a prefix that was not ready may have become so, at most ``seconds``."""
         ...
 
-    def prefetch(self, key: PrefixKey, limit: int) -> None:
-        """``key`` will be looked up soon: begin to fetch it from a slower tier."""
+    def prefetch(self, key: PrefixKey, limit: int) -> int | None:
+        """``key`` will be looked up soon: begin to fetch it from a slower tier.
+
+        Returns:
+            A ticket, to be released once it was looked up, or will not be; None where nothing is
+            fetched.
+        """
         ...
 
     def load(self, ticket: int) -> StoredRow:
@@ -243,7 +248,10 @@ class PrefixStore(Protocol):
         ...
 
     def release(self, ticket: int) -> None:
-        """Let go of what :meth:`find` found."""
+        """Let go of what :meth:`find` found, or of what :meth:`prefetch` began to fetch.
+
+        What is still on its way for nobody else is given up.
+        """
         ...
 
     def insert(self, key: PrefixKey, row: RowReader, generation: int) -> None:

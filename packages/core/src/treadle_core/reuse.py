@@ -5,7 +5,6 @@ import logging
 from treadle_core.plan import Save
 from treadle_core.ports import PrefixStore
 from treadle_core.prefix import Prefix, PrefixKey, StateLayout
-from treadle_core.request import Request
 from treadle_core.sequence import Sequence
 
 SAVE_STEP = 256
@@ -43,10 +42,11 @@ class Reuse:
         """Whether states are stored that cannot be cut later."""
         return self._has_state
 
-    def prefetch(self, request: Request, prompt: tuple[int, ...]) -> None:
-        """A request is waiting: a slower tier may begin to read."""
+    def prefetch(self, sequence: Sequence) -> None:
+        """A sequence is waiting: a slower tier may begin to read."""
+        key, limit = self._wanted(sequence)
         try:
-            self._store.prefetch(_key_of(request, prompt), len(prompt) - 1)
+            sequence.prefetched = self._store.prefetch(key, limit)
         except Exception:
             logger.exception("a prefix store failed to read ahead")
 
@@ -67,16 +67,22 @@ class Reuse:
     def find(self, sequence: Sequence, now: float) -> Prefix:
         """What is stored of a sequence that got a row; held until it is released."""
         if sequence.cold:
-            return Prefix(miss="refused")
+            found = Prefix(miss="refused")
+        else:
+            found = self._find(sequence)
+        # Only now: what is being read for it is taken over.
+        self._release_prefetched(sequence)
+        sequence.waits_until = now + LONGEST_RESTORE
+        return found
+
+    def _find(self, sequence: Sequence) -> Prefix:
         key, limit = self._wanted(sequence)
         try:
             self._begin(sequence)
-            found = self._store.find(key, limit)
+            return self._store.find(key, limit)
         except Exception:
             logger.exception("a prefix store failed to look up")
             return Prefix(miss="damaged")
-        sequence.waits_until = now + LONGEST_RESTORE
-        return found
 
     def _begin(self, sequence: Sequence) -> None:
         """Note when computing a row begins; what it holds already stays as old as it is."""
@@ -129,9 +135,15 @@ class Reuse:
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence does not wait any more."""
+        self._release_prefetched(sequence)
         if sequence.ticket is not None:
             self.release(sequence.ticket)
             sequence.ticket = None
+
+    def _release_prefetched(self, sequence: Sequence) -> None:
+        if sequence.prefetched is not None:
+            self.release(sequence.prefetched)
+            sequence.prefetched = None
 
     def release(self, ticket: int) -> None:
         """What a ticket holds is in its row now, or not wanted."""
@@ -191,8 +203,5 @@ class Reuse:
 
 
 def _key(sequence: Sequence, num_tokens: int) -> PrefixKey:
-    return _key_of(sequence.request, sequence.tokens(0, num_tokens))
-
-
-def _key_of(request: Request, tokens: tuple[int, ...]) -> PrefixKey:
+    request, tokens = sequence.request, sequence.tokens(0, num_tokens)
     return PrefixKey(tokens=tokens, salt=request.cache_salt or "", media=request.media)

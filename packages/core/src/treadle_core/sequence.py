@@ -49,6 +49,7 @@ class Sequence:
         num_saved: Tokens of its row that were handed to the prefix store, or came from there.
         generation: The prefix store's, when computing what the row holds began.
         ticket: What it waits for, from a slower tier of the prefix store.
+        prefetched: What is read ahead for it, by a ticket, until it gets its row.
         cold: Reuse nothing for it: a step that restored something failed.
         num_looks: How often its prompt was looked up again since it got its row.
         waits_until: When it stops waiting for ``ticket``, in the clock's seconds.
@@ -75,6 +76,7 @@ class Sequence:
     num_saved: int = 0
     generation: int = 0
     ticket: int | None = None
+    prefetched: int | None = None
     cold: bool = False
     num_restored: int = 0
     num_looks: int = 0

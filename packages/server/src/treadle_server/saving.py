@@ -77,9 +77,9 @@ class SavingStore:
         """As the inner store."""
         self._inner.wait(seconds)
 
-    def prefetch(self, key: PrefixKey, limit: int) -> None:
+    def prefetch(self, key: PrefixKey, limit: int) -> int | None:
         """As the inner store."""
-        self._inner.prefetch(key, limit)
+        return self._inner.prefetch(key, limit)
 
     def load(self, ticket: int) -> StoredRow:
         """As the inner store."""

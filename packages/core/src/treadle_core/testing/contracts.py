@@ -990,11 +990,13 @@ class PrefixStoreContract:
     def test_fetching_ahead_changes_nothing_that_is_found(self, store: PrefixStore) -> None:
         """Whether it is done or not."""
         store.attach("model", self.plain)
-        store.prefetch(numbered(200), 199)
+        tickets = [store.prefetch(numbered(200), 199)]
         self.keep(store, numbered(200), self.plain)
-        store.prefetch(numbered(200), 199)
-        store.prefetch(numbered(200), 199)
+        tickets += [store.prefetch(numbered(200), 199), store.prefetch(numbered(200), 199)]
         prefix = settled(store, numbered(200), 199)
+        for ticket in tickets:
+            if ticket is not None:
+                store.release(ticket)
         assert prefix.num_tokens > 199 - 64
         self.agree(store, prefix, numbered(200), self.plain)
 

@@ -266,8 +266,11 @@ class RecordingStore:
     def wait(self, seconds: float) -> None:
         """Nothing moves by itself here."""
 
-    def prefetch(self, key: PrefixKey, limit: int) -> None:
-        """Nothing to fetch."""
+    def prefetch(self, key: PrefixKey, limit: int) -> int:
+        """Nothing to fetch; the ticket is one to be released all the same."""
+        self._next += 1
+        self.open_tickets[self._next] = _Ticket((), [], [])
+        return self._next
 
     def load(self, ticket: int) -> _Loaded:
         """What a ticket holds."""
