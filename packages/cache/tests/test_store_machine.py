@@ -29,6 +29,9 @@ LAYOUTS = (
 )
 ROOMY = 1 << 20
 
+LARGEST_MATCH = 600
+"""Bytes; about a match of nine tokens in the widest layout."""
+
 keys = st.builds(
     PrefixKey,
     # Mostly the same token, so that prompts begin alike.
@@ -271,13 +274,16 @@ class TieredMachine(Machine):
         layout=st.sampled_from(LAYOUTS),
         capacity=st.just(0) | st.integers(0, 16_000),
         delayed=st.booleans(),
+        max_read_bytes=st.just(LARGEST_MATCH) | st.just(ROOMY),
     )
-    def start(self, layout: StateLayout, capacity: int, delayed: bool) -> None:
+    def start(self, layout: StateLayout, capacity: int, delayed: bool, max_read_bytes: int) -> None:
         self.begin(layout, capacity)
         self.slow = FakeSlowTier(delayed=delayed)
-        self.store = TieredStore(self.ram, self.slow)
+        self.store = TieredStore(self.ram, self.slow, max_read_bytes=max_read_bytes)
         self.store.attach("weights", layout)
         self.pending: dict[int, tuple[PrefixKey, int, int, int]] = {}
+        self.fetching: list[int] = []
+        self.max_read_bytes = max_read_bytes
 
     def readable(self, key: PrefixKey, limit: int) -> int:
         """The longest match that nothing damaged can spoil, by trying every length."""
@@ -349,7 +355,31 @@ class TieredMachine(Machine):
 
     @rule(key=keys, limit=st.integers(-1, 10))
     def prefetch(self, key: PrefixKey, limit: int) -> None:
-        self.store.prefetch(key, limit)
+        ticket = self.store.prefetch(key, limit)
+        if ticket is not None:
+            self.fetching.append(ticket)
+
+    @precondition(lambda self: self.fetching)
+    @rule(data=st.data())
+    def release_what_is_read_ahead(self, data: st.DataObject) -> None:
+        ticket = data.draw(st.sampled_from(self.fetching))
+        self.fetching.remove(ticket)
+        self.store.release(ticket)
+
+    @invariant()
+    def no_more_is_read_than_may_be(self) -> None:
+        if not hasattr(self, "fetching"):
+            return
+        readings = sum(reading.num_bytes for reading in self.slow.readings if not reading.cancelled)
+        pending = [*self.store._pending.values(), *self.store._ahead.values()]
+        read = sum(sum(b.nbytes for b in it.blocks.values()) for it in pending)
+        read += sum(sum(end.num_bytes for end in it.ends.values()) for it in pending)
+        in_ram = {id(block) for block in self.ram._blocks.values()}
+        in_ram |= {id(block) for row in self.ram._held.values() for block in row.blocks}
+        for ready in self.store._ready.values():
+            assert isinstance(ready.row, HeldRow)
+            read += sum(b.nbytes for b in ready.row.blocks if id(b) not in in_ram)
+        assert readings + read <= self.max_read_bytes
 
     @precondition(lambda self: self.slow.entries)
     @rule(data=st.data())

@@ -14,18 +14,26 @@ from treadle_core.testing.prefixes import KeyedRow
 PLAIN = layout_of("float32")
 HYBRID = layout_of("bfloat16", has_state=True)
 SIZE = 4
-BLOCK = 2 * SIZE * 4 * 4 + block_metadata_bytes(SIZE)
+CONTENTS = 2 * SIZE * 4 * 4
+BLOCK = CONTENTS + block_metadata_bytes(SIZE)
 ROOMY = 1 << 20
 
 
 class Tiers:
     """A tiered store and its parts."""
 
-    def __init__(self, layout: StateLayout, capacity: int = ROOMY, *, delayed: bool = True) -> None:
+    def __init__(
+        self,
+        layout: StateLayout,
+        capacity: int = ROOMY,
+        *,
+        delayed: bool = True,
+        max_read_bytes: int = ROOMY,
+    ) -> None:
         self.layout = layout
         self.ram = RamStore(CacheConfig(capacity_bytes=capacity, block_size=SIZE))
         self.slow = FakeSlowTier(delayed=delayed)
-        self.store = TieredStore(self.ram, self.slow)
+        self.store = TieredStore(self.ram, self.slow, max_read_bytes=max_read_bytes)
         self.store.attach("weights", layout)
 
     def keep(self, *texts: str) -> None:
@@ -283,6 +291,115 @@ def test_a_bounded_number_is_read_ahead() -> None:
     tiers.store.prefetch(key("cccc"), 4)
     assert len(tiers.slow.readings) == 3
     tiers.store.check_integrity()
+
+
+def test_what_is_read_ahead_is_given_up_with_the_last_who_wants_it() -> None:
+    tiers = Tiers(PLAIN, 2 * BLOCK)
+    tiers.keep("aaaabbbb", "aaaacccc", "dddd")
+    assert tiers.reuse("aaaa") == 4
+    one, two = (tiers.store.prefetch(key("aaaabbbb"), 8) for _ in range(2))
+    reading = tiers.slow.readings[-1]
+    assert one is not None
+    assert two is not None
+    tiers.store.release(one)
+    assert not reading.cancelled
+    tiers.store.release(two)
+    assert reading.cancelled
+    assert tiers.reuse("dddd") == 4
+    tiers.ram.resize(0)
+    assert tiers.store.stats().used_bytes == 0, "what RAM has of it is still held"
+    with pytest.raises(ValueError, match="not open"):
+        tiers.store.release(two)
+
+
+def test_who_wanted_it_before_does_not_give_up_what_is_read_for_another() -> None:
+    tiers = Tiers(PLAIN, 0)
+    tiers.keep("aaaa")
+    one = tiers.store.prefetch(key("aaaa"), 4)
+    found = tiers.find("aaaa")
+    assert found.ticket is not None
+    tiers.store.release(found.ticket)
+    two = tiers.store.prefetch(key("aaaa"), 4)
+    assert one is not None
+    assert two is not None
+    tiers.store.release(one)
+    assert [reading.cancelled for reading in tiers.slow.readings] == [True, False]
+    tiers.store.release(two)
+    assert tiers.slow.readings[1].cancelled
+
+
+def test_a_look_up_waits_until_there_is_room_to_read() -> None:
+    tiers = Tiers(PLAIN, 0, max_read_bytes=3 * CONTENTS)
+    tiers.keep("aaaaaaaa", "bbbbbbbb")
+    first, second = tiers.find("aaaaaaaa"), tiers.find("bbbbbbbb")
+    assert first.ticket is not None
+    assert second.ticket is not None
+    assert len(tiers.slow.readings) == 1
+    first = tiers.wait_for(first)
+    # It has no place in RAM, so it counts as long as it is held.
+    assert tiers.store.stats().details["reading_bytes"] == 2 * CONTENTS
+    assert tiers.store.poll(second.ticket) is None
+    assert len(tiers.slow.readings) == 1
+    tiers.store.release(first.ticket)
+    assert tiers.store.poll(second.ticket) is None
+    assert len(tiers.slow.readings) == 2
+    assert tiers.loads(tiers.wait_for(second), "bbbbbbbb")
+    tiers.store.release(second.ticket)
+    assert tiers.store.stats().details["reading_bytes"] == 0
+
+
+def test_what_ram_takes_over_counts_there_alone() -> None:
+    tiers = Tiers(PLAIN, max_read_bytes=2 * CONTENTS)
+    tiers.keep("aaaaaaaa", "bbbbbbbb")
+    tiers.ram.clear()
+    for text in ("aaaaaaaa", "bbbbbbbb"):
+        assert tiers.wait_for(tiers.find(text)).num_tokens == 8
+    assert tiers.store.stats().details["reading_bytes"] == 0
+
+
+def test_what_was_given_up_counts_until_the_reader_has_noticed() -> None:
+    tiers = Tiers(PLAIN, 0, max_read_bytes=2 * CONTENTS)
+    tiers.keep("aaaaaaaa", "bbbbbbbb")
+    first, second = tiers.find("aaaaaaaa"), tiers.find("bbbbbbbb")
+    assert first.ticket is not None
+    assert second.ticket is not None
+    tiers.store.release(first.ticket)
+    assert tiers.store.poll(second.ticket) is None
+    assert len(tiers.slow.readings) == 1
+    tiers.slow.finish()
+    assert tiers.store.poll(second.ticket) is None
+    assert len(tiers.slow.readings) == 2
+
+
+def test_a_look_up_takes_the_room_of_what_is_read_ahead() -> None:
+    tiers = Tiers(PLAIN, 0, max_read_bytes=3 * CONTENTS)
+    tiers.keep("aaaaaaaa", "bbbbbbbb", "cccccccc")
+    assert tiers.store.prefetch(key("aaaaaaaa"), 8) is not None
+    assert tiers.store.prefetch(key("bbbbbbbb"), 8) is None
+    assert tiers.wait_for(tiers.find("cccccccc")).num_tokens == 8
+    assert tiers.slow.readings[0].cancelled
+
+
+def test_a_match_larger_than_may_be_read_at_a_time_is_cut() -> None:
+    tiers = Tiers(PLAIN, 0, max_read_bytes=3 * CONTENTS - 1)
+    tiers.keep("aaaabbbbccccdddd")
+    assert tiers.reuse("aaaabbbbccccdddd") == 8
+    assert tiers.store.stats().details["cut_matches"] == 1
+    narrow = Tiers(PLAIN, 0, max_read_bytes=CONTENTS - 1)
+    narrow.keep("aaaabbbb")
+    assert narrow.find("aaaabbbb") == Prefix(miss="no_room")
+
+
+def test_a_checkpoint_that_is_too_far_gives_way_to_a_nearer_one() -> None:
+    tiers = Tiers(HYBRID, 0, max_read_bytes=250)
+    tiers.keep("aaaa", "aaaabbbbcccc")
+    entries = tiers.slow.entries
+    near = [*tiers.digests("aaaa"), tiers.end("aaaa")]
+    far = [*tiers.digests("aaaabbbbcccc"), tiers.end("aaaabbbbcccc")]
+    assert sum(entries[it].num_bytes for it in near) < 250
+    assert sum(entries[it].num_bytes for it in far) > 250
+    assert tiers.reuse("aaaabbbbccccdddd") == 4
+    assert tiers.store.stats().details["cut_matches"] == 1
 
 
 def test_a_row_that_cannot_be_read_is_stored_nowhere() -> None:

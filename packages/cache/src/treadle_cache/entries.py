@@ -54,7 +54,10 @@ class Reading(Protocol):
         ...
 
     def result(self) -> list[Entry | None]:
-        """The entries in the order asked for, None for each that is gone or damaged. Blocks."""
+        """The entries in the order asked for, None for each that is gone or damaged. Blocks.
+
+        It is the caller's: what is taken out of the list is kept by nobody else.
+        """
         ...
 
     def cancel(self) -> None:
@@ -93,6 +96,10 @@ class SlowTier(Protocol):
 
     def checkpoints(self, parents: Sequence[bytes]) -> list[EntryName]:
         """Checkpoints that hang on any of ``parents``."""
+        ...
+
+    def num_bytes(self, digests: Sequence[bytes]) -> int:
+        """Most bytes that reading those of ``digests`` gives which are kept or being written."""
         ...
 
     def read(self, digests: Sequence[bytes]) -> Reading:

@@ -37,7 +37,13 @@ class FakeReading:
     def result(self) -> list[Entry | None]:
         """The entries, None for each that is gone or damaged."""
         self.finish()
-        return list(self._entries or ())
+        assert self._entries is not None
+        return self._entries
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that were read, and not taken out of the result."""
+        return sum(entry.num_bytes for entry in self._entries or () if entry is not None)
 
     def cancel(self) -> None:
         """Nobody wants it any more."""
@@ -46,7 +52,8 @@ class FakeReading:
     def finish(self) -> None:
         """Read now."""
         if self._entries is None:
-            self._entries = [self._tier.take(digest) for digest in self.digests]
+            wanted = () if self.cancelled else self.digests
+            self._entries = [self._tier.take(digest) for digest in wanted]
 
 
 class FakeSlowTier:
@@ -110,6 +117,11 @@ class FakeSlowTier:
         names = [entry.name for entry in self.entries.values()]
         return [name for name in names if name.kind == "checkpoint" and name.parent in parents]
 
+    def num_bytes(self, digests: Sequence[bytes]) -> int:
+        """Bytes of those that are kept."""
+        kept = (self.entries.get(digest) for digest in digests)
+        return sum(entry.num_bytes for entry in kept if entry is not None)
+
     def read(self, digests: Sequence[bytes]) -> FakeReading:
         """Begin to read."""
         reading = FakeReading(self, digests)
@@ -128,7 +140,10 @@ class FakeSlowTier:
             reading.finish()
 
     def wait(self, seconds: float) -> None:
-        """Finish the oldest reading that is wanted."""
+        """Finish the oldest reading that is wanted, and those that are not."""
+        for reading in self.readings:
+            if reading.cancelled:
+                reading.finish()
         wanted = (
             reading for reading in self.readings if not reading.done and not reading.cancelled
         )

@@ -8,6 +8,11 @@ The slower tier has whole blocks; a match ends inside a block only where RAM ser
 
 What was read moves into RAM when it is polled, evicting what is older there; where RAM has no room,
 the ticket alone keeps it. An entry that cannot be read is left out, and the next best match taken.
+
+Bytes that are being read count against a budget of their own until they are in RAM's or let go:
+
+    found . begins to read when there is room . read . in RAM, or with its ticket until released
+            [             counted from here                      ... to here                  ]
 """
 
 import time
@@ -44,6 +49,7 @@ class _Plan(Struct, frozen=True, kw_only=True):
         missing: Digests to be read: blocks in order, then the checkpoint.
         end: The checkpoint, if it is not in RAM.
         num_reachable: Blocks that are in either tier, whether or not a checkpoint makes them usable.
+        is_cut: Whether more could be found than may be read at a time.
     """
 
     num_tokens: int
@@ -51,11 +57,14 @@ class _Plan(Struct, frozen=True, kw_only=True):
     missing: tuple[bytes, ...] = ()
     end: EntryName | None = None
     num_reachable: int = 0
+    is_cut: bool = False
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A match that is being read.
+    """A match that is being read, or waits until there is room for it.
+
+    ``read_bytes`` counts what was read, ``coming_bytes`` bounds what is on its way.
 
     ``base`` holds what RAM has of it, ``fallback`` what RAM could serve alone; both are tickets of
     the RAM store. What was read already is under its digest. ``limit`` is the number of tokens that
@@ -65,8 +74,11 @@ class _Pending:
     chain: Chain
     limit: int
     plan: _Plan
-    reading: Reading
     generation: int
+    reading: Reading | None = None
+    read_bytes: int = 0
+    coming_bytes: int = 0
+    wanted_by: set[int] = field(default_factory=set[int])
     base: int | None = None
     fallback: int | None = None
     blocks: dict[bytes, Block] = field(default_factory=dict[bytes, Block])
@@ -77,10 +89,14 @@ class _Pending:
 
 @dataclass(slots=True)
 class _Ready:
-    """A match that can be loaded, and the RAM store's ticket that holds it, or part of it."""
+    """A match that can be loaded, and the RAM store's ticket that holds it, or part of it.
+
+    ``num_bytes`` of it were read, and are not in RAM.
+    """
 
     row: StoredRow
     held: int | None
+    num_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -94,6 +110,7 @@ class _Counters:
     prefetches: int = 0
     failed_writes: int = 0
     given_up: int = 0
+    cut: int = 0
 
 
 class _Nothing:
@@ -122,6 +139,9 @@ class TieredStore:
         max_prefetches: Most matches that are read ahead, or kept after that, at a time.
         max_backlog_bytes: Most bytes that wait until the slower tier has room for them; while half
             of it does, the store is busy.
+        max_read_bytes: Most bytes that are being read, or were read and are not in RAM: those of
+            open tickets and of what is read ahead. A match waits for room, and one that is larger
+            is cut.
     """
 
     def __init__(
@@ -130,14 +150,20 @@ class TieredStore:
         slow: SlowTier,
         max_prefetches: int = 2,
         max_backlog_bytes: int = 1 << 30,
+        max_read_bytes: int = 4 << 30,
     ) -> None:
         self._ram = ram
         self._slow = slow
         self._max_prefetches = max_prefetches
         self._max_backlog_bytes = max_backlog_bytes
+        self._max_read_bytes = max_read_bytes
         self._pending: dict[int, _Pending] = {}
         self._ready: dict[int, _Ready] = {}
         self._ahead: dict[tuple[bytes, ...], _Pending] = {}
+        # Tickets of what is read ahead, or was.
+        self._fetching: dict[int, tuple[bytes, ...]] = {}
+        # Given up, and perhaps still being read.
+        self._leaving: list[tuple[Reading, int]] = []
         self._last_ticket = 0
         self._backlog: dict[bytes, Entry] = {}
         self._backlog_bytes = 0
@@ -171,13 +197,12 @@ class TieredStore:
         chain = self._ram.chain(key)
         limit = min(limit, chain.num_tokens)
         plan = self._plan(chain, limit)
+        self._counters.cut += plan.is_cut
         if not plan.missing:
             return self._outcome_in_ram(self._take_ticket(), chain, limit, plan)
-        pending = self._ahead.pop(plan.missing, None)
-        if pending is None:
-            pending = self._begin(chain, plan)
         ticket = self._take_ticket()
-        self._pending[ticket] = pending
+        self._pending[ticket] = self._ahead.pop(plan.missing, None) or self._held(chain, plan)
+        self._begin_all()
         return self.poll(ticket) or Prefix(num_tokens=plan.num_tokens, ticket=ticket, ready=False)
 
     def longest(self, key: PrefixKey, limit: int) -> int:
@@ -198,13 +223,14 @@ class TieredStore:
         pending = self._pending.get(ticket)
         if pending is None:
             raise ValueError(f"ticket {ticket} is not open")
+        self._begin_all()
         if pending.generation != self.generation:
             self.release(ticket)
             return self._miss("cleared")
         if self._is_in_ram(pending):
             # Another request that begins alike has brought it in meanwhile.
             del self._pending[ticket]
-            pending.reading.cancel()
+            self._cancel(pending)
             self._let_go(pending.fallback)
             return self._serve_from_ram(ticket, pending)
         if not self._advance(pending):
@@ -215,21 +241,39 @@ class TieredStore:
     def wait(self, seconds: float) -> None:
         """Block until a reading may have finished, at most ``seconds``; not if one has."""
         readings = [pending.reading for pending in self._pending.values()]
-        if readings and not any(reading.done for reading in readings):
+        if readings and not any(reading is not None and reading.done for reading in readings):
             self._slow.wait(seconds)
 
-    def prefetch(self, key: PrefixKey, limit: int) -> None:
-        """Begin to read what :meth:`find` would, unless enough is being read ahead."""
+    def prefetch(self, key: PrefixKey, limit: int) -> int | None:
+        """Begin to read what :meth:`find` would, unless enough is being read ahead.
+
+        Returns:
+            A ticket, by which it is wanted until that is released; None if nothing is read.
+        """
         self._harvest()
         chain = self._ram.chain(key)
         plan = self._plan(chain, min(limit, chain.num_tokens))
-        busy = (*self._ahead.values(), *self._pending.values())
-        if not plan.missing or any(plan.missing == other.plan.missing for other in busy):
-            return
+        if not plan.missing or any(
+            plan.missing == it.plan.missing for it in self._pending.values()
+        ):
+            return None
+        if plan.missing not in self._ahead and not self._fetch(chain, plan):
+            return None
+        ticket = self._take_ticket()
+        self._fetching[ticket] = plan.missing
+        self._ahead[plan.missing].wanted_by.add(ticket)
+        return ticket
+
+    def _fetch(self, chain: Chain, plan: _Plan) -> bool:
+        """Read a match ahead, if there is room; whether there is."""
         if len(self._ahead) >= self._max_prefetches and not self._forget_finished():
-            return
+            return False
+        if not self._fits(self._slow.num_bytes(plan.missing)):
+            return False
         self._counters.prefetches += 1
-        self._ahead[plan.missing] = self._begin(chain, plan)
+        self._ahead[plan.missing] = pending = self._held(chain, plan)
+        self._begin(pending)
+        return True
 
     def load(self, ticket: int) -> StoredRow:
         """What a ready ticket holds.
@@ -243,11 +287,17 @@ class TieredStore:
         return ready.row
 
     def release(self, ticket: int) -> None:
-        """Let go of what :meth:`find` found, once; what is still being read is not wanted any more.
+        """Let go of what :meth:`find` found or :meth:`prefetch` began, once.
+
+        What is still being read for nobody else is given up.
 
         Raises:
             ValueError: The ticket is not open.
         """
+        fetching = self._fetching.pop(ticket, None)
+        if fetching is not None:
+            self._unwant(fetching, ticket)
+            return
         ready = self._ready.pop(ticket, None)
         if ready is not None:
             self._let_go(ready.held)
@@ -278,7 +328,7 @@ class TieredStore:
         self._slow.clear()
         self._has_stored = False
         for pending in self._pending.values():
-            pending.reading.cancel()
+            self._cancel(pending)
         self._forget_ahead()
 
     def stats(self) -> PrefixStats:
@@ -301,6 +351,8 @@ class TieredStore:
                 "failed_writes": counters.failed_writes,
                 "given_up_writes": counters.given_up,
                 "backlog_bytes": self._backlog_bytes,
+                "cut_matches": counters.cut,
+                "reading_bytes": self._read_bytes(),
                 **{f"slow_{name}": value for name, value in self._slow.stats().items()},
             },
         )
@@ -308,7 +360,7 @@ class TieredStore:
     def close(self) -> None:
         """Write what is still to be written, and give everything back. Idempotent."""
         for pending in self._pending.values():
-            pending.reading.cancel()
+            self._cancel(pending)
         self._forget_ahead()
         self._finish_backlog()
         self._slow.close()
@@ -319,6 +371,13 @@ class TieredStore:
         self._ram.check_integrity()
         assert not self._ready.keys() & self._pending.keys(), "a ticket is ready and is not"
         assert len(self._ahead) <= self._max_prefetches, "too much is read ahead"
+        assert self._read_bytes() <= self._max_read_bytes, "too much is being read"
+        for pending in (*self._pending.values(), *self._ahead.values()):
+            arrays = [
+                *pending.blocks.values(),
+                *(a for e in pending.ends.values() for a in e.arrays),
+            ]
+            assert pending.read_bytes == sum(array.nbytes for array in arrays)
 
     # Planning
 
@@ -326,24 +385,32 @@ class TieredStore:
         """The longest match, without the entries that ``pending`` could not read."""
         digests = chain.digests[: max(0, limit) // chain.block_size]
         base = self._ram.reach(chain, len(digests))
-        reach = self._reach(digests, base, pending)
+        found = self._reach(digests, base, pending)
+        reach = self._readable(digests, base, found)
         in_ram = self._ram.peek(chain, limit)
         if not self._has_state:
             missing = digests[base:reach]
             num_tokens = reach * chain.block_size
             return _Plan(
-                num_tokens=num_tokens, base=base, missing=tuple(missing), num_reachable=reach
+                num_tokens=num_tokens,
+                base=base,
+                missing=tuple(missing),
+                num_reachable=found,
+                is_cut=reach < found,
             )
-        end = self._longest_end(chain, digests[:reach], in_ram + 1, limit, pending)
+        ends = self._ends(chain, digests[:found], in_ram + 1, limit, pending)
+        end = next((it for it in ends if self._may_read(chain, base, it)), None)
+        is_cut = bool(ends) and end is not ends[0]
         if end is None:
-            return _Plan(num_tokens=in_ram, base=base, num_reachable=reach)
+            return _Plan(num_tokens=in_ram, base=base, num_reachable=found, is_cut=is_cut)
         num_blocks = end.num_tokens // chain.block_size
         return _Plan(
             num_tokens=end.num_tokens,
             base=min(base, num_blocks),
             missing=(*digests[base:num_blocks], end.digest),
             end=end,
-            num_reachable=reach,
+            num_reachable=found,
+            is_cut=is_cut,
         )
 
     def _reach(self, digests: Sequence[bytes], base: int, pending: _Pending | None) -> int:
@@ -356,36 +423,93 @@ class TieredStore:
                 reach += 1
         return reach + self._slow.count_blocks(digests[reach:stop]) if reach < stop else reach
 
-    def _longest_end(
+    def _readable(self, digests: Sequence[bytes], base: int, reach: int) -> int:
+        """How many of the blocks there are if no more is read than may be at a time."""
+        room = self._max_read_bytes
+        if self._slow.num_bytes(digests[base:reach]) <= room:
+            return reach
+        for number in range(base, reach):
+            room -= self._slow.num_bytes([digests[number]])
+            if room < 0:
+                return number
+        return reach
+
+    def _ends(
         self,
         chain: Chain,
         digests: Sequence[bytes],
         low: int,
         high: int,
         pending: _Pending | None,
-    ) -> EntryName | None:
-        """The longest checkpoint of ``chain`` on these blocks, from ``low`` to ``high`` tokens."""
+    ) -> list[EntryName]:
+        """Checkpoints of ``chain`` on these blocks from ``low`` to ``high`` tokens, longest first."""
         if low > high:
-            return None
+            return []
         names = self._slow.checkpoints([chain.root, *digests])
         if pending is not None:
             names = [*names, *pending.names.values()]
             names = [name for name in names if name.digest not in pending.failed]
         names = [name for name in names if low <= name.num_tokens <= high]
         names.sort(key=lambda name: name.num_tokens, reverse=True)
-        for name in names:
-            num_blocks = name.num_tokens // chain.block_size
-            if num_blocks <= len(digests) and name.digest == chain.end(name.num_tokens):
-                return name
-        return None
+        return [
+            name
+            for name in names
+            if name.num_tokens // chain.block_size <= len(digests)
+            and name.digest == chain.end(name.num_tokens)
+        ]
+
+    def _may_read(self, chain: Chain, base: int, end: EntryName) -> bool:
+        """Whether a checkpoint, and the blocks before it from ``base`` on, may be read at a time."""
+        blocks = chain.digests[base : end.num_tokens // chain.block_size]
+        return self._slow.num_bytes([*blocks, end.digest]) <= self._max_read_bytes
 
     # Reading
 
-    def _begin(self, chain: Chain, plan: _Plan) -> _Pending:
-        reading = self._slow.read(plan.missing)
-        pending = _Pending(chain, plan.num_tokens, plan, reading, self.generation)
+    def _held(self, chain: Chain, plan: _Plan) -> _Pending:
+        pending = _Pending(chain, plan.num_tokens, plan, self.generation)
         self._hold(pending)
         return pending
+
+    def _begin_all(self) -> None:
+        """Begin to read what waits for room, in the order in which it was found."""
+        for pending in self._pending.values():
+            if pending.reading is None and pending.generation == self.generation:
+                if not self._make_room(self._slow.num_bytes(self._to_read(pending))):
+                    return
+                self._begin(pending)
+
+    def _begin(self, pending: _Pending) -> None:
+        """Read what is still to be read of a match; there is room for it."""
+        missing = self._to_read(pending)
+        pending.coming_bytes = self._slow.num_bytes(missing)
+        pending.reading = self._slow.read(missing) if missing else _NOTHING
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Give up what is read ahead until so many bytes may be read; whether they may."""
+        while not self._fits(num_bytes):
+            if not self._ahead:
+                return False
+            if not self._forget_finished():
+                self._abandon(self._ahead.pop(next(iter(self._ahead))))
+        return True
+
+    def _fits(self, num_bytes: int) -> bool:
+        return self._read_bytes() + num_bytes <= self._max_read_bytes
+
+    def _read_bytes(self) -> int:
+        """Bytes that are being read, or were read and are not in RAM. For any thread."""
+        readings = (*self._pending.values(), *self._ahead.values())
+        num_bytes = sum(pending.read_bytes + pending.coming_bytes for pending in readings)
+        num_bytes += sum(ready.num_bytes for ready in (*self._ready.values(),))
+        return num_bytes + sum(size for reading, size in self._leaving if not reading.done)
+
+    def _cancel(self, pending: _Pending) -> None:
+        """Read no more of a match; what is on its way counts until the reader has noticed."""
+        if pending.reading is not None:
+            pending.reading.cancel()
+            leaving = [*self._leaving, (pending.reading, pending.coming_bytes)]
+            self._leaving = [(reading, size) for reading, size in leaving if not reading.done]
+            pending.coming_bytes = 0
 
     def _hold(self, pending: _Pending) -> None:
         """Hold what RAM has of a match, and what it could serve alone."""
@@ -399,46 +523,64 @@ class TieredStore:
 
     def _advance(self, pending: _Pending) -> bool:
         """Take what was read, and read on where something is damaged; whether that is all."""
-        while pending.reading.done:
+        while pending.reading is not None and pending.reading.done:
             before = len(pending.failed)
-            self._take(pending)
+            self._take(pending, pending.reading)
             if len(pending.failed) == before:
                 return True
             # Every round reads or gives up at least one entry more, so there is a last one.
             pending.plan = self._plan(pending.chain, pending.plan.num_tokens, pending)
             self._hold(pending)
+            self._drop_unplanned(pending)
+            pending.reading = None
             missing = self._to_read(pending)
-            pending.reading = self._slow.read(missing) if missing else _NOTHING
             if not missing:
                 return True
+            if self._fits(self._slow.num_bytes(missing)):
+                self._begin(pending)
         return False
+
+    def _drop_unplanned(self, pending: _Pending) -> None:
+        """Keep no more of what was read than the match still needs."""
+        wanted = set(pending.plan.missing)
+        pending.blocks = {it: block for it, block in pending.blocks.items() if it in wanted}
+        pending.ends = {it: end for it, end in pending.ends.items() if it in wanted}
+        pending.names = {it: name for it, name in pending.names.items() if it in wanted}
+        pending.read_bytes = sum(block.nbytes for block in pending.blocks.values())
+        pending.read_bytes += sum(end.num_bytes for end in pending.ends.values())
 
     def _to_read(self, pending: _Pending) -> tuple[bytes, ...]:
         known = pending.blocks.keys() | pending.ends.keys()
         return tuple([digest for digest in pending.plan.missing if digest not in known])
 
-    def _take(self, pending: _Pending) -> None:
-        asked, entries = self._to_read(pending), pending.reading.result()
-        for digest, entry in zip(asked, entries, strict=True):
-            if entry is None or not self._accept(pending, digest, entry):
+    def _take(self, pending: _Pending, reading: Reading) -> None:
+        asked, entries = self._to_read(pending), reading.result()
+        for place, digest in enumerate(asked):
+            # One by one, so that nothing is there twice but the one that is being moved.
+            entry, entries[place] = entries[place], None
+            num_bytes = None if entry is None else self._accept(pending, digest, entry)
+            if num_bytes is None:
                 pending.failed.add(digest)
                 self._counters.damaged += 1
+            pending.read_bytes += num_bytes or 0
+        pending.coming_bytes = 0
 
-    def _accept(self, pending: _Pending, digest: bytes, entry: Entry) -> bool:
-        """Keep an entry with the ticket, if it is what was asked for."""
+    def _accept(self, pending: _Pending, digest: bytes, entry: Entry) -> int | None:
+        """Keep an entry with the ticket, and say how large it is; None if it is another."""
         name, end, storage = entry.name, pending.plan.end, self._ram.storage
         if name.digest != digest:
-            return False
+            return None
         try:
             if end is not None and digest == end.digest:
-                pending.ends[digest] = storage.checkpoint_of(entry.arrays, end.num_tokens)
+                checkpoint = storage.checkpoint_of(entry.arrays, end.num_tokens)
+                pending.ends[digest] = checkpoint
                 pending.names[digest] = end
-            else:
-                number = name.num_tokens // pending.chain.block_size - 1
-                pending.blocks[digest] = storage.form(number).pack(entry.arrays)
+                return checkpoint.num_bytes
+            number = name.num_tokens // pending.chain.block_size - 1
+            pending.blocks[digest] = block = storage.form(number).pack(entry.arrays)
+            return block.nbytes
         except FAILURES:
-            return False
-        return True
+            return None
 
     # Outcomes
 
@@ -452,7 +594,7 @@ class TieredStore:
         if self._promote(pending):
             return self._serve_from_ram(ticket, pending)
         self._counters.unpromoted += 1
-        return self._hit(ticket, self._row_of(pending), pending.base)
+        return self._hit(ticket, self._row_of(pending), pending.base, pending.read_bytes)
 
     def _serve_from_ram(self, ticket: int, pending: _Pending) -> Prefix:
         held = self._ram.hold(pending.chain, pending.plan.num_tokens).ticket
@@ -518,6 +660,8 @@ class TieredStore:
 
     def _why(self, reason: MissReason | None, limit: int, chain: Chain, plan: _Plan) -> MissReason:
         """Why nothing was found, given what the RAM store says of itself."""
+        if plan.is_cut:
+            return "no_room"
         if reason not in ("empty", "cleared"):
             return "no_checkpoint" if plan.num_reachable else reason or "no_block"
         if not self._has_stored and not plan.num_reachable:
@@ -526,8 +670,8 @@ class TieredStore:
             return "too_short"
         return "no_checkpoint" if plan.num_reachable else "no_block"
 
-    def _hit(self, ticket: int, row: StoredRow, held: int | None) -> Prefix:
-        self._ready[ticket] = _Ready(row, held)
+    def _hit(self, ticket: int, row: StoredRow, held: int | None, num_bytes: int = 0) -> Prefix:
+        self._ready[ticket] = _Ready(row, held, num_bytes)
         self._counters.hits += 1
         self._counters.matched_tokens += row.num_tokens
         return Prefix(num_tokens=row.num_tokens, ticket=ticket)
@@ -547,14 +691,24 @@ class TieredStore:
             if ticket is not None:
                 self._ram.release(ticket)
 
+    def _unwant(self, missing: tuple[bytes, ...], ticket: int) -> None:
+        """Give up what was read ahead, if this ticket was the last that wanted it."""
+        pending = self._ahead.get(missing)
+        # Another may be read under the same digests meanwhile.
+        if pending is not None and ticket in pending.wanted_by:
+            pending.wanted_by.remove(ticket)
+            if not pending.wanted_by:
+                del self._ahead[missing]
+                self._abandon(pending)
+
     def _abandon(self, pending: _Pending) -> None:
-        pending.reading.cancel()
+        self._cancel(pending)
         self._let_go(pending.base, pending.fallback)
 
     def _forget_finished(self) -> bool:
         """Give up the oldest match that was read ahead and is not wanted yet; whether any was."""
         for missing, pending in self._ahead.items():
-            if pending.reading.done:
+            if pending.reading is None or pending.reading.done:
                 del self._ahead[missing]
                 self._abandon(pending)
                 return True

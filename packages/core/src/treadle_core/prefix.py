@@ -13,14 +13,15 @@ HostArray = NDArray[Any]
 """A C-contiguous array in host memory that nobody writes to. bfloat16 comes as its bits, uint16."""
 
 MissReason = Literal[
-    "empty", "cleared", "too_short", "no_block", "no_checkpoint", "refused", "damaged"
+    "empty", "cleared", "too_short", "no_block", "no_checkpoint", "no_room", "refused", "damaged"
 ]
 """Why a lookup found nothing.
 
 ``empty``: nothing was ever stored, or all of it was evicted. ``cleared``: nothing was stored since
 the last clear. ``too_short``: fewer tokens may be reused than the shortest match has.
-``no_block``: nothing that is there begins with as many of the same tokens. ``no_checkpoint``: blocks are, but no checkpoint among them. ``refused``: the
-request asked not to reuse anything. ``damaged``: what was found could not be read back.
+``no_block``: nothing that is there begins with as many of the same tokens. ``no_checkpoint``:
+blocks are, but no checkpoint among them. ``no_room``: what a slower tier has is larger than all
+that may be read at a time. ``refused``: the request asked not to reuse anything. ``damaged``: what was found could not be read back.
 """
 
 

@@ -88,7 +88,12 @@ class DiskReading:
 
     def cancel(self) -> None:
         """Nobody wants it any more."""
-        self.is_wanted = False
+        with self._changed:
+            self.is_wanted = False
+            if self._entries is not None:
+                # The reader keeps it until the next one comes.
+                nothing: list[Entry | None] = [None] * len(self.digests)
+                self._entries = nothing
 
     def finish(self, entries: list[Entry | None]) -> None:
         """Deliver, unless something was delivered before. For the tier, which holds ``changed``."""
@@ -274,6 +279,13 @@ class DiskTier(SlowTier):
             names += [it for it in ends if it.kind == "checkpoint" and it.parent in wanted]
         return list({name.digest: name for name in names}.values())
 
+    def num_bytes(self, digests: Sequence[bytes]) -> int:
+        """Most bytes that reading those of ``digests`` gives which are kept or being written."""
+        with self._changed:
+            waiting = (self._waiting.get(digest) for digest in digests)
+            num_bytes = sum(it.entry.num_bytes for it in waiting if it is not None)
+            return num_bytes + self._mirror.num_bytes(digests)
+
     def _is_hidden(self) -> bool:
         """Whether what is on the disk is not to be found."""
         return self._must_clear or self._is_closed
@@ -378,7 +390,7 @@ class DiskTier(SlowTier):
         epoch = self._catch_up()
         is_cleared = reading.epoch is not None and epoch != reading.epoch
         with self._changed:
-            if self._num_clears != reading.num_clears or is_cleared:
+            if self._num_clears != reading.num_clears or is_cleared or not reading.is_wanted:
                 entries = [None] * len(entries)
             self._current = None
             self._note_uses([entry.name.digest for entry in entries if entry is not None])
