@@ -1,6 +1,8 @@
 """A RAM store that goes to disk and comes back."""
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,6 +51,36 @@ def reuse(store: RamStore, layout: StateLayout, text: str) -> int:
             assert left.tobytes() == right.tobytes()
         store.release(prefix.ticket)
     return prefix.num_tokens
+
+
+@pytest.mark.parametrize("layout", [PLAIN, HYBRID], ids=["plain", "hybrid"])
+def test_a_load_may_end_at_any_entry(layout: StateLayout, tmp_path: Path) -> None:
+    store = store_for(layout)
+    insert(store, layout, "abcdefgh", "abcdefghijklmnop")
+    path = tmp_path / "cache"
+    saved = store.save_to_disk(path)
+    for most in range(saved + 1):
+        again, told = store_for(layout), list[tuple[int, int]]()
+
+        def goes_on(done: int, total: int, most: int = most, told: list[Any] = told) -> bool:
+            told.append((done, total))
+            return done < most
+
+        assert again.load_from_disk(path, goes_on) == most
+        assert told[-1] == (min(most, saved - 1), saved)
+        assert again.stats().details["given_up_loads"] == (most < saved)
+        reuse(again, layout, "abcdefghijklmnop")
+    assert reuse(again, layout, "abcdefghijklmnop") == 16
+
+
+def test_a_file_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
+    path, store = tmp_path / "cache", store_for(PLAIN)
+    os.mkfifo(path)
+    asked = iter([True, True, False])
+    assert store.load_from_disk(path, lambda done, total: next(asked)) == 0
+    assert store.stats().details["given_up_loads"] == 1
+    # So that the thread ends.
+    os.close(os.open(path, os.O_WRONLY))
 
 
 @pytest.mark.parametrize("layout", [PLAIN, HYBRID], ids=["plain", "hybrid"])

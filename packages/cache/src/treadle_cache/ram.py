@@ -7,11 +7,13 @@ another thread, and their memory goes back block by block.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from treadle_cache.aside import Aside, GivenUp
 from treadle_cache.codec import Quantizer
 from treadle_cache.config import CacheConfig, capacity, free_memory
 from treadle_cache.digests import Chain, Namespace
@@ -39,6 +41,15 @@ FAILURES = (MemoryError, RuntimeError, ValueError)
 """What reading a row may raise: no memory, an error of mlx, arrays of another layout."""
 
 
+GoesOn = Callable[[int, int], bool]
+"""Told of how many things how many are done; whether to go on."""
+
+
+def always(done: int, total: int) -> bool:
+    """Go on."""
+    return True
+
+
 class Source(Protocol):
     """Where the contents of new entries come from."""
 
@@ -58,6 +69,7 @@ class _Counters:
     restored_entries: int = 0
     failed_saves: int = 0
     failed_loads: int = 0
+    given_up_loads: int = 0
     damaged_entries: int = 0
 
 
@@ -303,6 +315,7 @@ class RamStore:
                 "restored_entries": self._counters.restored_entries,
                 "failed_saves": self._counters.failed_saves,
                 "failed_loads": self._counters.failed_loads,
+                "given_up_loads": self._counters.given_up_loads,
                 "damaged_entries": self._counters.damaged_entries,
                 **refused,
             },
@@ -329,22 +342,35 @@ class RamStore:
         self._counters.saved_entries += len(entries)
         return len(entries)
 
-    def load_from_disk(self, path: Path) -> int:
+    def load_from_disk(self, path: Path, goes_on: GoesOn = always) -> int:
         """Add what a file has, the most recently used first, as far as it fits beside what is here.
 
         A file of another model or format, or none of ours, adds nothing; an entry that is damaged
         is left out, with what hangs on it.
 
+        Args:
+            path: The file.
+            goes_on: Told of how many entries how many were looked at, and asked whether to go on;
+                every now and then even if the disk does not answer.
+
         Returns:
             How many entries were added.
         """
         self._shrink()
-        try:
-            with SavedFile(path) as file:
-                return self._restore(file)
-        except (OSError, DamagedFile):
-            self._counters.failed_loads += 1
-            return 0
+        before = self._counters.restored_entries
+        with Aside() as aside:
+            try:
+                file = aside.call(lambda: SavedFile(path), lambda: goes_on(0, 0))
+                try:
+                    self._restore(file, aside, goes_on)
+                finally:
+                    # There, because a call that was given up may still read it.
+                    aside.later(file.close)
+            except (OSError, DamagedFile):
+                self._counters.failed_loads += 1
+            except GivenUp:
+                self._counters.given_up_loads += 1
+        return self._counters.restored_entries - before
 
     def close(self) -> None:
         """Give everything back that no ticket holds. Idempotent."""
@@ -421,25 +447,28 @@ class RamStore:
             return [self._blocks[entry.number]]
         return self._checkpoints[entry.number].arrays
 
-    def _restore(self, file: SavedFile) -> int:
+    def _restore(self, file: SavedFile, aside: Aside, goes_on: GoesOn) -> None:
         footer = file.footer
         expected = (self._fingerprint, self._format, self._config.block_size)
         if (footer.fingerprint, footer.format, footer.block_size) != expected:
             raise DamagedFile("the file is of another model or format")
         ages = {saved.entry.digest: age for age, saved in enumerate(footer.entries, 1)}
-        num_restored = 0
         # Parents before children, and checkpoints before those that extend them.
-        for saved in sorted(self._fitting(footer.entries), key=lambda one: one.entry.num_tokens):
+        wanted = sorted(self._fitting(footer.entries), key=lambda one: one.entry.num_tokens)
+        for number, saved in enumerate(wanted):
+            if not goes_on(number, len(wanted)):
+                raise GivenUp
             try:
-                arrays = file.arrays(saved)
-                num_restored += self._adopt(saved.entry, arrays, ages[saved.entry.digest])
+                arrays = aside.call(
+                    partial(file.arrays, saved), partial(goes_on, number, len(wanted))
+                )
+                is_new = self._adopt(saved.entry, arrays, ages[saved.entry.digest])
+                self._counters.restored_entries += is_new
             except (OSError, ValueError, DamagedFile):
                 self._counters.damaged_entries += 1
             except MemoryError:
                 self._counters.failed_loads += 1
                 break
-        self._counters.restored_entries += num_restored
-        return num_restored
 
     def _fitting(self, entries: Iterable[SavedEntry]) -> Iterator[SavedEntry]:
         """The first of ``entries`` that are not here and fit together beside what is here."""

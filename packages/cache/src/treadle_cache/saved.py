@@ -15,8 +15,7 @@ from io import BufferedReader
 from math import prod
 from pathlib import Path
 from struct import Struct as Packing
-from types import TracebackType
-from typing import IO, Self
+from typing import IO
 
 import msgspec
 import numpy as np
@@ -121,7 +120,7 @@ def write(
 
 
 class SavedFile:
-    """A file that is being read. A context manager.
+    """A file that is being read, until it is closed.
 
     Args:
         path: Where it is.
@@ -139,16 +138,7 @@ class SavedFile:
             self._file.close()
             raise
 
-    def __enter__(self) -> Self:
-        """The file itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         """Close it."""
         self._file.close()
 

@@ -124,6 +124,11 @@ class AsyncEngine:
         return self._dead is None
 
     @property
+    def closing(self) -> bool:
+        """Whether it was told to end. For any thread, so that what loads for long may look."""
+        return self._closing
+
+    @property
     def death(self) -> str | None:
         """Why the owner thread does not run; None while it does."""
         return self._dead

@@ -79,11 +79,13 @@ def serving_engine(config: ServeConfig) -> AsyncEngine:
     Raises:
         Unsupported: An option needs a package that is not installed.
     """
-    make_store = store_maker(config.cache, asked_for(config))
+    # Asked when the engine is there, on its own thread.
+    make_store = store_maker(config.cache, asked_for(config), lambda: engine.closing)
     make_drafting = drafting_maker(config.speculative)
-    return AsyncEngine(
+    engine = AsyncEngine(
         lambda: open_engine(config.model, config.engine, config.memory, make_store, make_drafting)
     )
+    return engine
 
 
 def asked_for(config: ServeConfig) -> tuple[str, ...]:
@@ -92,12 +94,17 @@ def asked_for(config: ServeConfig) -> tuple[str, ...]:
     return config.cache.said if plain else (*config.cache.said, "checkpoint_interval")
 
 
-def store_maker(options: CacheOptions, asked: tuple[str, ...] = ()) -> MakeStore | None:
+def store_maker(
+    options: CacheOptions,
+    asked: tuple[str, ...] = (),
+    stops: Callable[[], bool] = lambda: False,
+) -> MakeStore | None:
     """What makes the store of prefixes, on the engine's thread; None where nothing is kept.
 
     Args:
         options: How they are kept.
         asked: Names of the options that ask for a store.
+        stops: Whether the engine is to end before it has begun.
 
     Raises:
         Unsupported: An option asks for a store, and its package is not installed.
@@ -109,7 +116,7 @@ def store_maker(options: CacheOptions, asked: tuple[str, ...] = ()) -> MakeStore
     elif not is_installed("cache"):
         logger.info("no prefix is kept: treadle-cache is not installed")
         return None
-    return lambda: make_store(options)
+    return lambda: make_store(options, stops)
 
 
 def is_installed(extra: str) -> bool:
@@ -130,8 +137,12 @@ def check_installed(what: str, extra: str) -> None:
         )
 
 
-def make_store(options: CacheOptions) -> PrefixStore:
+def make_store(options: CacheOptions, stops: Callable[[], bool] = lambda: False) -> PrefixStore:
     """The store of prefixes, in RAM, and on disk if there is a directory.
+
+    Args:
+        options: How they are kept.
+        stops: Whether nobody wants to use it any more, so that loading it is to stop.
 
     Raises:
         Unsupported: The directory cannot be used.
@@ -160,8 +171,9 @@ def make_store(options: CacheOptions) -> PrefixStore:
     return SavingStore(
         store,
         path,
-        load=lambda: ram.load_from_disk(path),
+        load=lambda goes_on: ram.load_from_disk(path, goes_on),
         save=lambda: ram.save_to_disk(path),
+        stops=stops,
     )
 
 

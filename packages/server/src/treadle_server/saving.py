@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,11 @@ from treadle_core.ports import PrefixStore, RowReader, StoredRow
 from treadle_core.prefix import Prefix, PrefixKey, PrefixStats, StateLayout
 
 LONGEST_SAVE_SECONDS = 20.0
+LONGEST_LOAD_SECONDS = 60.0
+PROGRESS_SECONDS = 5.0
+
+GoesOn = Callable[[int, int], bool]
+"""Told of how many states how many are loaded; whether to go on."""
 
 logger = logging.getLogger("treadle.server")
 
@@ -16,29 +22,36 @@ logger = logging.getLogger("treadle.server")
 class SavingStore:
     """A store that is loaded when its model is known, and saved when it is closed.
 
-    A save that takes too long is given up, and leaves the file as it was.
+    A save that takes too long is given up, and leaves the file as it was. So is a load, which keeps
+    what it has by then; after one that was stopped nothing is saved.
 
     Args:
         inner: The store.
         path: The file.
-        load: Fills it from the file; returns how many entries were added.
+        load: Fills it from the file as long as it is told to; returns how many entries were added.
         save: Writes the file; returns how many entries are in it.
         seconds: Most time that saving may take.
+        load_seconds: Most time that loading may take.
+        stops: Whether loading is to stop, because nobody wants to use the store any more.
     """
 
     def __init__(
         self,
         inner: PrefixStore,
         path: Path,
-        load: Callable[[], int],
+        load: Callable[[GoesOn], int],
         save: Callable[[], int],
         seconds: float = LONGEST_SAVE_SECONDS,
+        load_seconds: float = LONGEST_LOAD_SECONDS,
+        stops: Callable[[], bool] = lambda: False,
     ) -> None:
         self._inner = inner
         self._path = path
         self._load = load
         self._save = save
         self._seconds = seconds
+        self._load_seconds = load_seconds
+        self._stops = stops
         self._attached = False
 
     @property
@@ -58,7 +71,16 @@ class SavingStore:
             Unsupported: As the inner store.
         """
         self._inner.attach(fingerprint, layout)
-        logger.info("%d states of prompts were loaded", self._load())
+        if self._path.exists():
+            logger.info("states of prompts are loaded from %s", self._path)
+        loading = _Loading(self._load_seconds, self._stops)
+        num_loaded = self._load(loading.goes_on)
+        if loading.is_stopped:
+            logger.info("loading states of prompts was stopped")
+            return
+        if loading.is_late:
+            logger.warning("loading states of prompts was given up after %g s", self._load_seconds)
+        logger.info("%d states of prompts were loaded", num_loaded)
         self._attached = True
 
     def find(self, key: PrefixKey, limit: int) -> Prefix:
@@ -127,3 +149,29 @@ class SavingStore:
             logger.warning("the states of prompts were not saved: %s", error)
             return
         logger.info("%d states of prompts were saved", num_saved)
+
+
+class _Loading:
+    """Says how far loading is, and when it is to end.
+
+    Attributes:
+        is_stopped: Whether it ended because it was to stop.
+        is_late: Whether it ended because it took too long.
+    """
+
+    def __init__(self, seconds: float, stops: Callable[[], bool]) -> None:
+        self._end = time.monotonic() + seconds
+        self._told = time.monotonic()
+        self._stops = stops
+        self.is_stopped = False
+        self.is_late = False
+
+    def goes_on(self, done: int, total: int) -> bool:
+        """Told of how many states how many are loaded; whether to go on."""
+        now = time.monotonic()
+        if now >= self._told + PROGRESS_SECONDS:
+            self._told = now
+            logger.info("%d of %d states of prompts are loaded", done, total)
+        self.is_stopped = self._stops()
+        self.is_late = now >= self._end
+        return not (self.is_stopped or self.is_late)
