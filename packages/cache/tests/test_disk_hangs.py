@@ -230,6 +230,24 @@ def test_nothing_more_is_found_on_a_disk_that_hangs_until_it_answers(
     assert tier.present(digests(range(2))) == set(digests(range(2)))
 
 
+def test_an_index_that_cannot_be_read_counts_as_a_disk_that_hangs(
+    make: Make, tmp_path: Path
+) -> None:
+    clock = ManualClock()
+    tier = make(clock=clock, close_seconds=0.2)
+    put(tier, [0])
+    tier.flush()
+    with locked_index(tmp_path / "tier"):
+        put(tier, [1])
+        # Found in memory; whether the directory was cleared since, the index does not say.
+        tier.read([digest_of(1)])
+        end = time.monotonic() + 5
+        while tier.present([digest_of(0)]) and time.monotonic() < end:
+            clock.advance(HANG_SECONDS)
+            time.sleep(0.01)
+        assert not tier.present([digest_of(0)])
+
+
 def counted_bytes(directory: Path) -> int:
     """Bytes of entries as the index counts them for every process."""
     with closing(sqlite3.connect(directory / "index.db")) as index:

@@ -387,7 +387,9 @@ class DiskTier(SlowTier):
         entries: list[Entry | None] = [self._read(reading, it) for it in reading.digests]
         self._counters.add("read_us", int((self._clock.now() - started) * 1e6))
         # Also, so that what could not be read is not found again.
+        self._reading_since = self._clock.now()
         epoch = self._catch_up()
+        self._reading_since = None
         is_cleared = reading.epoch is not None and epoch != reading.epoch
         with self._changed:
             if self._num_clears != reading.num_clears or is_cleared or not reading.is_wanted:
