@@ -29,9 +29,14 @@ from treadle_multimodal.testing import zoo
 from treadle_multimodal.vlm.checkpoint import load_vlm
 from treadle_multimodal.vlm.model import VlmModel
 
-from .vlm import QWEN, Reference, clip, encoded, image, loaded
+from .vlm import VIDEO as VIDEO_FAMILIES
+from .vlm import Reference, clip, encoded, image, loaded
 
-every_family = pytest.mark.parametrize("family", zoo.FAMILIES)
+every_family = pytest.mark.parametrize(
+    "family",
+    # The two with experts are Qwen3-VL to an engine.
+    [name for name in zoo.FAMILIES if not name.endswith("_moe")],
+)
 
 NUM_TOKENS = 6
 
@@ -43,7 +48,7 @@ REQUESTS: dict[str, tuple[str, tuple[Media, ...]]] = {
     "other": ("what is this?", (image(9),)),
     "long": ("words " * 60, ()),
 }
-VIDEO = ("look", (clip(0), clip(7, 5, 120, 60)))
+VIDEO = ("look", (clip(0, 2), clip(7, 3, 120, 60)))
 
 
 def requested(name: str) -> tuple[str, tuple[Media, ...]]:
@@ -51,9 +56,13 @@ def requested(name: str) -> tuple[str, tuple[Media, ...]]:
 
 
 def request(family: str, name: str, identity: str | None = None) -> Request:
-    prompt = encoded(family, *requested(name))
+    return requested_as(family, identity or name, requested(name))
+
+
+def requested_as(family: str, identity: str, asked: tuple[str, tuple[Media, ...]]) -> Request:
+    prompt = encoded(family, *asked)
     return Request(
-        id=identity or name,
+        id=identity,
         prompt=prompt.tokens,
         params=SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True),
         media=prompt.media,
@@ -115,7 +124,7 @@ def test_a_stored_prefix_is_reused_for_the_same_picture_only(family: str) -> Non
 
     nothing, until_picture, all_but_last = store.found
     assert (nothing, all_but_last) == (0, len(prompt.tokens) - 1)
-    if family != "gemma3":  # what it keeps cannot be cut
+    if not family.startswith("gemma"):  # what these keep cannot be cut
         assert until_picture == prompt.segments[0].start
     assert model.features.stats().misses == 2
 
@@ -177,7 +186,7 @@ def test_an_engine_with_drafts_gives_the_same_answers(
     assert drafts.accepted >= 2 * len(names)
 
 
-@pytest.mark.parametrize("family", QWEN)
+@pytest.mark.parametrize("family", VIDEO_FAMILIES)
 def test_videos_beside_text(family: str) -> None:
     engine, _ = make_engine(family)
     names = ["text", "video", "one"]

@@ -22,7 +22,20 @@ from treadle_multimodal.media import Media
 from treadle_multimodal.testing import zoo
 from treadle_multimodal.vlm.model import VlmModel
 
-from .vlm import QWEN, TOLERANCE, Reference, Rows, chat, clip, difference, encoded, image, loaded
+from .vlm import (
+    MIXING,
+    QWEN,
+    TOLERANCE,
+    VIDEO,
+    Reference,
+    Rows,
+    chat,
+    clip,
+    difference,
+    encoded,
+    image,
+    loaded,
+)
 
 every_family = pytest.mark.parametrize("family", zoo.FAMILIES)
 
@@ -100,10 +113,10 @@ class TestLogits:
             rows.join(prompt, cut)
             assert difference(rows.decode([[prompt.tokens[-1]]])[0], expected) < TOLERANCE, cut
 
-    @pytest.mark.parametrize("family", QWEN)
+    @pytest.mark.parametrize("family", VIDEO)
     @pytest.mark.parametrize("chunk", [8, 1024])
     def test_videos(self, family: str, chunk: int) -> None:
-        requests = [("look", (clip(0), clip(7, 5, 120, 60))), TEXT, ("see", (clip(3),))]
+        requests = [("look", (clip(0, 2), clip(7, 3, 120, 60))), TEXT, ("see", (clip(3, 1),))]
         rows = Rows(family)
         for request in requests:
             rows.join(encoded(family, *request), chunk)
@@ -115,14 +128,15 @@ class TestLogits:
             expected = Reference(family, *request).logits(CONTINUATION)
             assert difference(np.concatenate(found, axis=1)[row], expected) < TOLERANCE
 
-    def test_images_and_videos_in_one_prompt(self) -> None:
-        request = ("look", (clip(0), image(1), clip(2, 3)))
-        rows = Rows("qwen3_vl")
-        rows.join(encoded("qwen3_vl", *request), 16)
+    @pytest.mark.parametrize("family", MIXING)
+    def test_images_and_videos_in_one_prompt(self, family: str) -> None:
+        request = ("look", (clip(0, 2), image(1), clip(2, 3)))
+        rows = Rows(family)
+        rows.join(encoded(family, *request), 16)
 
         found = rows.decode([[rows.prompts[0].tokens[-1], *CONTINUATION]])[0]
 
-        assert difference(found, Reference("qwen3_vl", *request).logits(CONTINUATION)) < TOLERANCE
+        assert difference(found, Reference(family, *request).logits(CONTINUATION)) < TOLERANCE
 
     @every_family
     def test_a_prompt_that_ends_with_a_placeholder(self, family: str) -> None:
@@ -289,7 +303,8 @@ class TestFeatures:
         features = model.encode(prompt.items[0])
 
         layers = [features.embeddings, *features.deepstack]
-        assert len(layers) == (3 if family == "qwen3_vl" else 1)
+        deep = family in (*zoo.QWEN3, "qwen3_omni_moe")
+        assert len(layers) == (3 if deep else 1)
         assert model.features.stats().used_bytes == sum(array.nbytes for array in layers)
         assert features.nbytes == len(layers) * prompt.items[0].num_tokens * zoo.HIDDEN * 4
 
@@ -301,8 +316,12 @@ class TestSpec:
 
         full = FullAttention(2, 16, 16, "float32")
         ring = Window(2, 16, 16, "float32", zoo.WINDOW)
-        expected = [ring, ring, full] if family == "gemma3" else [full] * 3
-        assert spec.layers == tuple(expected)
+        layers = {
+            "gemma3": [ring, ring, full],
+            # Two more read what these keep.
+            "gemma4": [ring, FullAttention(2, 32, 32, "float32")],
+        }
+        assert spec.layers == tuple(layers.get(family, [full] * 3))
         assert spec.batched, spec.note
         assert spec.model_type == family
 

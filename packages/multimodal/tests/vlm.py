@@ -14,18 +14,30 @@ from mlx_vlm.utils import prepare_inputs
 from treadle_core.mlx_runtime.groups import SlotGroup
 from treadle_core.mlx_runtime.load import ModelOptions
 from treadle_core.plan import Open, Promote, Resize
-from treadle_multimodal.media import DecodedImage, DecodedVideo, Media, make_image, make_video
+from treadle_multimodal.media import (
+    DecodedAudio,
+    DecodedImage,
+    DecodedVideo,
+    Media,
+    make_audio,
+    make_image,
+    make_video,
+)
 from treadle_multimodal.prompt import EncodedPrompt
 from treadle_multimodal.testing import zoo
 from treadle_multimodal.vlm.checkpoint import LoadedVlm, load_vlm
-from treadle_multimodal.vlm.preprocess import timing
+from treadle_multimodal.vlm.preprocess import consecutive, kind_of, timing
 
 from .media_files import picture
 
 TOLERANCE = 1e-4
 """Of the logits' scale."""
 
-QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe")
+HEARING = ("gemma4", "qwen3_omni_moe")
+VIDEO = (*QWEN, "gemma4")
+MIXING = ("qwen3_vl", "qwen3_omni_moe", "gemma4")
+"""Families that take sound, videos, and several kinds in one prompt."""
 
 
 @cache
@@ -43,11 +55,16 @@ def clip(seed: int = 0, num_frames: int = 4, width: int = 80, height: int = 60) 
     return make_video(frames, [0.5 * number for number in range(num_frames)], num_frames / 2)
 
 
+def sound(seed: int = 0, num_samples: int = 16_000) -> DecodedAudio:
+    noise = np.random.default_rng(seed).normal(0, 0.1, num_samples)
+    return make_audio(noise.astype(np.float32), 16_000)
+
+
 def chat(text: str, media: Sequence[Media]) -> list[dict[str, Any]]:
     """One message: the media, a word between them, then the text."""
     parts: list[dict[str, Any]] = []
     for item in media:
-        parts.append({"type": "image" if isinstance(item, DecodedImage) else "video"})
+        parts.append({"type": kind_of(item)})
         parts.append({"type": "text", "text": "and "})
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 
@@ -57,29 +74,63 @@ def encoded(family: str, text: str, media: Sequence[Media] = ()) -> EncodedPromp
     return preprocessor.encode(preprocessor.render(chat(text, media)), media)
 
 
-class Reference:
-    """mlx-vlm's own way with one request."""
+def frames_of(family: str, video: DecodedVideo) -> np.ndarray[Any, Any]:
+    """Frames as mlx-vlm's processor of the family takes them."""
+    frames = np.stack(video.frames)
+    return frames.transpose(0, 3, 1, 2) if family == "gemma4" else frames
 
-    def __init__(self, family: str, text: str, media: Sequence[Media] = ()) -> None:
+
+class Reference:
+    """mlx-vlm's own way with one request.
+
+    Of several sounds each is encoded alone, unless ``together`` is said: mlx-vlm pads the shorter
+    ones, and Gemma 4's then also stand at places that are not theirs.
+    """
+
+    def __init__(
+        self, family: str, text: str, media: Sequence[Media] = (), *, together: bool = False
+    ) -> None:
         target = loaded(family)
         self.model: Any = target.model.model
+        self.processor = target.preprocessor._processor
         prompt = target.preprocessor.render(chat(text, media))
         videos = [item for item in media if isinstance(item, DecodedVideo)]
         options: dict[str, Any] = {}
         if videos:
-            options["videos"] = [np.stack(video.frames) for video in videos]
+            options["videos"] = [frames_of(family, video) for video in videos]
             options["video_metadata"] = [timing(video) for video in videos]
         images = [item.image for item in media if isinstance(item, DecodedImage)]
-        processor = target.preprocessor._processor
-        self.inputs = prepare_inputs(processor, images=images or None, prompts=prompt, **options)
+        sounds = [item.samples for item in media if isinstance(item, DecodedAudio)]
+        self.inputs = prepare_inputs(
+            self.processor, images=images or None, audio=sounds or None, prompts=prompt, **options
+        )
         rest = dict(self.inputs)
+        apart = len(sounds) > 1 and not together
+        if apart:
+            rest = {k: v for k, v in rest.items() if "feature" not in k}
         self.ids, pixels = rest.pop("input_ids"), rest.pop("pixel_values", None)
         mask = rest.pop("attention_mask")
         made = self.model.get_input_embeddings(self.ids, pixels, mask=mask, **rest).to_dict()
         # Its own generation does not use this one.
         made.pop("attention_mask_4d", None)
         self.embeddings = made.pop("inputs_embeds")
+        if apart:
+            marker = target.preprocessor.family.markers["audio"]
+            runs = consecutive(np.flatnonzero(np.array(self.ids[0]) == marker.placeholder))
+            for run, samples in zip(runs, sounds, strict=True):
+                own = self.heard(marker.text, samples, marker.placeholder)
+                assert len(own) == len(run)
+                self.embeddings[0, int(run[0]) : int(run[-1]) + 1] = own
         self.extra = {name: value for name, value in made.items() if value is not None}
+
+    def heard(self, marker: str, samples: np.ndarray[Any, Any], placeholder: int) -> mx.array:
+        """Embeddings of one sound."""
+        inputs = dict(prepare_inputs(self.processor, audio=[samples], prompts=marker))
+        ids, mask = inputs.pop("input_ids"), inputs.pop("attention_mask")
+        made = self.model.get_input_embeddings(ids, None, mask=mask, **inputs).inputs_embeds
+        where = np.flatnonzero(np.array(ids[0]) == placeholder)
+        found: mx.array = made[0, int(where[0]) : int(where[-1]) + 1]
+        return found
 
     def logits(self, continuation: Sequence[int]) -> np.ndarray[Any, Any]:
         """After the prompt and after each token of a continuation, ``[1 + tokens, vocab]``."""

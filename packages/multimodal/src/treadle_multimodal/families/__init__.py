@@ -6,14 +6,18 @@ from typing import Any
 from treadle_core import Unsupported
 from treadle_multimodal.families.base import Family
 from treadle_multimodal.families.gemma3 import Gemma3
+from treadle_multimodal.families.gemma4 import Gemma4
 from treadle_multimodal.families.qwen_vl import QwenVl
 from treadle_multimodal.families.smolvlm import SmolVlm
 
 FAMILIES: dict[str, type[Family]] = {
     "gemma3": Gemma3,
+    "gemma4": Gemma4,
     "qwen2_5_vl": QwenVl,
     "qwen2_vl": QwenVl,
+    "qwen3_omni_moe": QwenVl,
     "qwen3_vl": QwenVl,
+    "qwen3_vl_moe": QwenVl,
     "smolvlm": SmolVlm,
 }
 """Families by the model type that a checkpoint's config names."""

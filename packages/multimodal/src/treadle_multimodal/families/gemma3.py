@@ -7,14 +7,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle_core import Unsupported
-from treadle_multimodal.families.base import ImagesAmongTokens, Marker, rows_of
+from treadle_multimodal.families.base import AmongTokens, Made, Marker, each_of
 from treadle_multimodal.prompt import Arrays
 from treadle_multimodal.sources import Kind
 
 PIXELS = "pixel_values"
 
 
-class Gemma3(ImagesAmongTokens):
+class Gemma3(AmongTokens):
     """Images only. As in mlx-vlm's own generation, a token sees those before it, in images too.
 
     Args:
@@ -31,13 +31,12 @@ class Gemma3(ImagesAmongTokens):
         self._per_image: int = processor.image_seq_length
         self._pad: int = config.get("pad_token_id") or 0
         words = (processor.boi_token, processor.image_token)
-        super().__init__(Marker(processor.boi_token, processor.image_token_id, words))
+        super().__init__({"image": Marker(processor.boi_token, processor.image_token_id, words)})
 
-    def split(self, kind: Kind, arrays: Arrays, tokens: NDArray[Any]) -> list[Arrays]:
+    def split(self, kind: Kind, arrays: Made, tokens: NDArray[Any]) -> list[Arrays]:
         """One of the rows each."""
         del kind, tokens
-        parts = rows_of(arrays, PIXELS, [1] * arrays[PIXELS].shape[0])
-        return [{PIXELS: part} for part in parts]
+        return [{PIXELS: part} for part in each_of(arrays, PIXELS)]
 
     def num_tokens(self, kind: Kind, arrays: Arrays) -> int:
         """The same for each image."""

@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: patches in a row, positions in time, height and width."""
+"""Qwen-VL and Qwen-Omni: patches in a row, positions in time, height and width."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -6,54 +6,67 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle_multimodal.families.base import Marker, Placed, rows_of
+from treadle_multimodal.families.base import (
+    Hearing,
+    Made,
+    Marker,
+    Placed,
+    array_of,
+    no_blanks,
+    rows_of,
+)
 from treadle_multimodal.prompt import Arrays
 from treadle_multimodal.sources import Kind
 
 PIXELS: dict[Kind, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
 GRIDS: dict[Kind, str] = {"image": "image_grid_thw", "video": "video_grid_thw"}
 
+SOUND = ("input_features", "feature_attention_mask")
+
 Grid = tuple[int, int, int]
 
 
 class QwenVl:
-    """The three families differ in their encoders, and in how frames of a video are written.
+    """The families differ in their encoders, and in how frames of a video are written.
 
     Args:
         config: The checkpoint's.
         processor: The checkpoint's, as mlx-vlm loads it.
     """
 
+    counts_axes = True
+    channels_first = False
+
     def __init__(self, config: Mapping[str, Any], processor: Any) -> None:
-        self._is_third = config["model_type"] == "qwen3_vl"
+        model_type = config["model_type"]
+        ids = config.get("thinker_config", config)
         self._merge_size: dict[Kind, int] = {
             "image": processor.image_processor.merge_size,
             "video": processor.video_processor.merge_size,
         }
         self._markers: dict[Kind, Marker] = {
-            "image": _marker(processor.image_token, processor.image_token_id),
-            "video": _marker(processor.video_token, processor.video_token_id),
+            "image": _marker("vision", processor.image_token, ids["image_token_id"]),
+            "video": _marker("vision", processor.video_token, ids["video_token_id"]),
         }
+        # Each with its time, in a box of its own.
+        self._frames_apart = model_type in ("qwen3_vl", "qwen3_vl_moe")
+        # mlx-vlm's encoders of the others run once for a prompt.
+        self.mixes_kinds = model_type in ("qwen3_vl", "qwen3_omni_moe")
+        self.hearing: Hearing | None = None
+        if model_type == "qwen3_omni_moe":
+            marker = _marker("audio", processor.audio_token, ids["audio_token_id"])
+            self._markers["audio"] = marker
+            self.hearing = _hearing(processor.feature_extractor)
 
     @property
     def markers(self) -> Mapping[Kind, Marker]:
-        """Images and videos, each between a start and an end."""
+        """Each item between a start and an end."""
         return self._markers
 
-    @property
-    def mixes_kinds(self) -> bool:
-        """mlx-vlm runs its encoder once for a prompt, except for Qwen3-VL."""
-        return self._is_third
-
-    @property
-    def counts_axes(self) -> bool:
-        """Time, height and width."""
-        return True
-
-    def split(self, kind: Kind, arrays: Arrays, tokens: NDArray[Any]) -> list[Arrays]:
+    def split(self, kind: Kind, arrays: Made, tokens: NDArray[Any]) -> list[Arrays]:
         """Patches by item, as many as its grid has."""
         del tokens
-        grids = arrays[GRIDS[kind]]
+        grids = array_of(arrays, GRIDS[kind])
         pixels = rows_of(arrays, PIXELS[kind], [int(grid.prod()) for grid in grids])
         return [
             {PIXELS[kind]: part, GRIDS[kind]: grids[index : index + 1]}
@@ -80,21 +93,32 @@ class QwenVl:
 
     def blanks(self, tokens: NDArray[Any]) -> NDArray[np.intp]:
         """None."""
-        return np.flatnonzero(np.zeros(len(tokens), dtype=bool))
+        return no_blanks(tokens)
 
     def _boxes(self, items: Sequence[Placed]) -> Iterator[tuple[int, Grid]]:
         """Boxes of tokens: an image, a video, or one frame of a video where each has its time."""
         for item in items:
+            if SOUND[0] in item.arrays:
+                continue  # counts like text
             kind: Kind = "image" if GRIDS["image"] in item.arrays else "video"
             merge = self._merge_size[kind]
             frames, height, width = (int(size) for size in item.arrays[GRIDS[kind]][0])
             height, width = height // merge, width // merge
-            if kind == "video" and self._is_third:
+            if kind == "video" and self._frames_apart:
                 for frame in range(frames):
                     yield int(item.where[frame * height * width]), (1, height, width)
             else:
                 yield int(item.where[0]), (frames, height, width)
 
 
-def _marker(token: str, placeholder: int) -> Marker:
-    return Marker(f"<|vision_start|>{token}<|vision_end|>", placeholder, (token,))
+def _marker(around: str, token: str, placeholder: int) -> Marker:
+    return Marker(f"<|{around}_start|>{token}<|{around}_end|>", placeholder, (token,))
+
+
+def _hearing(extractor: Any) -> Hearing:
+    return Hearing(
+        sample_rate=extractor.sampling_rate,
+        min_samples=extractor.hop_length,
+        max_samples=extractor.n_samples,
+        arrays=SOUND,
+    )

@@ -7,14 +7,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle_core import Unsupported
-from treadle_multimodal.families.base import ImagesAmongTokens, Marker, rows_of
+from treadle_multimodal.families.base import AmongTokens, Made, Marker, rows_of
 from treadle_multimodal.prompt import Arrays
 from treadle_multimodal.sources import Kind
 
 TILES = ("pixel_values", "pixel_attention_mask")
 
 
-class SmolVlm(ImagesAmongTokens):
+class SmolVlm(AmongTokens):
     """Images only.
 
     Args:
@@ -33,9 +33,9 @@ class SmolVlm(ImagesAmongTokens):
         self._per_tile: int = processor.image_seq_len
         self._whole: int = processor.tokenizer.convert_tokens_to_ids(processor.global_image_token)
         words = (processor.image_token, processor.global_image_token)
-        super().__init__(Marker(processor.image_token, placeholder, words))
+        super().__init__({"image": Marker(processor.image_token, placeholder, words)})
 
-    def split(self, kind: Kind, arrays: Arrays, tokens: NDArray[Any]) -> list[Arrays]:
+    def split(self, kind: Kind, arrays: Made, tokens: NDArray[Any]) -> list[Arrays]:
         """Tiles by image: each image ends with the small copy of the whole."""
         begins = np.flatnonzero(tokens == self.markers[kind].placeholder)[:: self._per_tile]
         ends = np.flatnonzero(tokens[begins - 1] == self._whole) + 1
@@ -47,7 +47,3 @@ class SmolVlm(ImagesAmongTokens):
         """As many for each tile."""
         del kind
         return arrays[TILES[0]].shape[1] * self._per_tile
-
-    def blanks(self, tokens: NDArray[Any]) -> NDArray[np.intp]:
-        """None."""
-        return np.flatnonzero(np.zeros(len(tokens), dtype=bool))

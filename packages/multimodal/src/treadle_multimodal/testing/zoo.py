@@ -22,6 +22,8 @@ PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 WINDOW = 32
 """Width of the sliding window of the families that have one."""
 
+QWEN3 = ("qwen3_vl", "qwen3_vl_moe")
+
 HIDDEN = 64
 _VOCABULARY_STEP = 32
 
@@ -33,6 +35,14 @@ _TEXT: dict[str, Any] = {
     "num_key_value_heads": 2,
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 8192,
+}
+
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [0],
 }
 
 _VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64}
@@ -54,6 +64,7 @@ _QWEN_TOKENS = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
+_OMNI_TOKENS = (*_QWEN_TOKENS, "<|audio_start|>", "<|audio_pad|>", "<|audio_end|>")
 _SMOLVLM_TOKENS = (
     "<fake_token_around_image>",
     "<image>",
@@ -62,6 +73,11 @@ _SMOLVLM_TOKENS = (
     *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
 )
 _GEMMA3_TOKENS = ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
+_GEMMA4_TOKENS = (
+    *("<|image>", "<|image|>", "<image|>"),
+    *("<|audio>", "<|audio|>", "<audio|>"),
+    "<|video|>",
+)
 
 Files = dict[str, dict[str, Any]]
 """Contents of JSON files, by name."""
@@ -85,7 +101,7 @@ class _Family:
 
 
 def _qwen_files(model_type: str) -> Callable[[dict[str, int], int], Files]:
-    patch = 16 if model_type == "qwen3_vl" else 14
+    patch = 16 if model_type in QWEN3 else 14
 
     def files(ids: dict[str, int], vocab_size: int) -> Files:
         processor = {
@@ -123,12 +139,13 @@ def _qwen_text(model_type: str, vocab_size: int) -> dict[str, Any]:
     # Sections of the rotary position: time, height, width; half of a head together.
     sections = {"mrope_section": [4, 2, 2]}
     text = {**_TEXT, "vocab_size": vocab_size, "rope_theta": 10000.0}
-    if model_type != "qwen3_vl":
+    if model_type not in QWEN3:
         return {**text, "rope_scaling": {"type": "mrope", **sections}}
     scaling = {"rope_type": "default", "mrope_interleaved": True, **sections}
     section = {
         **text,
-        "model_type": "qwen3_vl_text",
+        **(_EXPERTS if model_type == "qwen3_vl_moe" else {}),
+        "model_type": f"{model_type}_text",
         "head_dim": 16,
         "rope_scaling": scaling,
         "tie_word_embeddings": False,
@@ -155,6 +172,49 @@ def _qwen_vision(model_type: str, patch: int) -> dict[str, Any]:
         case _:
             depth = {"num_position_embeddings": 256, "deepstack_visual_indexes": [0, 1]}
             return {**vision, **_VISION, "out_hidden_size": HIDDEN, **depth}
+
+
+def _omni_files(ids: dict[str, int], vocab_size: int) -> Files:
+    """Qwen3-Omni without the part that speaks; it thinks as Qwen3-VL does, with experts."""
+    made = _qwen_files("qwen3_vl")(ids, vocab_size)
+    vision: dict[str, Any] = made["config.json"]["vision_config"]
+    text = {**made["config.json"]["text_config"], **_EXPERTS, "model_type": "qwen3_omni_moe_text"}
+    audio = {
+        "d_model": 32,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 64,
+        "num_mel_bins": 16,
+        "output_dim": HIDDEN,
+        "downsample_hidden_size": 8,
+        "n_window_infer": 200,
+    }
+    thinker = {
+        "text_config": text,
+        "vision_config": {**vision, "model_type": "qwen3_omni_moe_vision_encoder"},
+        "audio_config": audio,
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+        "audio_token_id": ids["<|audio_pad|>"],
+        "audio_start_token_id": ids["<|audio_start|>"],
+        "audio_end_token_id": ids["<|audio_end|>"],
+        "vision_start_token_id": ids["<|vision_start|>"],
+        "vision_end_token_id": ids["<|vision_end|>"],
+    }
+    config = {
+        "model_type": "qwen3_omni_moe",
+        "thinker_config": thinker,
+        "talker_config": {"text_config": text},
+        "enable_audio_output": False,
+    }
+    sound = {
+        "feature_extractor_type": "WhisperFeatureExtractor",
+        "feature_size": audio["num_mel_bins"],
+        "chunk_length": 20,
+        "return_attention_mask": True,
+    }
+    made["preprocessor_config.json"].update(sound)
+    return {**made, "config.json": config}
 
 
 def _smolvlm_files(ids: dict[str, int], vocab_size: int) -> Files:
@@ -221,6 +281,63 @@ def _gemma3_files(ids: dict[str, int], vocab_size: int) -> Files:
     }
 
 
+def _gemma4_files(ids: dict[str, int], vocab_size: int) -> Files:
+    patch, pooled = 8, 2
+    text = {
+        **_TEXT,
+        "model_type": "gemma4_text",
+        "vocab_size": vocab_size,
+        # The last two layers read what the two before them keep.
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": WINDOW,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": vocab_size,
+    }
+    vision = {
+        **_VISION,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "patch_size": patch,
+        "pooling_kernel_size": pooled,
+        "position_embedding_size": 512,
+    }
+    audio = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "subsampling_conv_channels": [8, 4],
+        "attention_chunk_size": 4,
+        "attention_context_left": 5,
+        "output_proj_dims": 48,
+    }
+    config = {
+        "model_type": "gemma4",
+        "text_config": text,
+        "vision_config": vision,
+        "audio_config": audio,
+        "vocab_size": vocab_size,
+        "image_token_id": ids["<|image|>"],
+        "audio_token_id": ids["<|audio|>"],
+        "video_token_id": ids["<|video|>"],
+    }
+    image = {"patch_size": patch, "pooling_kernel_size": pooled, "max_soft_tokens": 12}
+    video = {**image, "max_soft_tokens": 70, "num_frames": 6}
+    processor = {
+        "image_processor": image,
+        "video_processor": video,
+        # With its usual half of it, transformers warns of filters without any bin.
+        "feature_extractor": {"fft_overdrive": True},
+        "processor_class": "Gemma4Processor",
+    }
+    return {"config.json": config, "processor_config.json": processor}
+
+
 def _siglip(side: int, patch: int) -> dict[str, Any]:
     layers = {"num_hidden_layers": 2, "num_attention_heads": 2}
     shape = {"patch_size": patch, "image_size": side}
@@ -231,23 +348,55 @@ _QWEN_MARKERS = {
     "image": "<|vision_start|><|image_pad|><|vision_end|>",
     "video": "<|vision_start|><|video_pad|><|vision_end|>",
 }
+_OMNI_MARKERS = {**_QWEN_MARKERS, "audio": "<|audio_start|><|audio_pad|><|audio_end|>"}
+_OMNI_NAMES = {
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+    "audio_token": "<|audio_pad|>",
+    "vision_bos_token": "<|vision_start|>",
+    "vision_eos_token": "<|vision_end|>",
+    "audio_bos_token": "<|audio_start|>",
+    "audio_eos_token": "<|audio_end|>",
+}
 _GEMMA3_NAMES = {
     "image_token": "<image_soft_token>",
     "boi_token": "<start_of_image>",
     "eoi_token": "<end_of_image>",
 }
+_GEMMA4_NAMES = {
+    "boi_token": "<|image>",
+    "image_token": "<|image|>",
+    "eoi_token": "<image|>",
+    "boa_token": "<|audio>",
+    "audio_token": "<|audio|>",
+    "eoa_token": "<audio|>",
+    "video_token": "<|video|>",
+}
+_GEMMA4_MARKERS = {"image": "<|image|>", "video": "<|video|>", "audio": "<|audio|>"}
 
 _FAMILIES: dict[str, _Family] = {
     **{
         name: _Family(_QWEN_TOKENS, _QWEN_MARKERS, _qwen_files(name), {})
-        for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+        for name in ("qwen2_vl", "qwen2_5_vl", *QWEN3)
     },
+    "qwen3_omni_moe": _Family(
+        _OMNI_TOKENS,
+        _OMNI_MARKERS,
+        _omni_files,
+        {**_OMNI_NAMES, "extra_special_tokens": _OMNI_NAMES},
+    ),
     "smolvlm": _Family(_SMOLVLM_TOKENS, {"image": "<image>"}, _smolvlm_files, {}),
     "gemma3": _Family(
         _GEMMA3_TOKENS,
         {"image": "<start_of_image>"},
         _gemma3_files,
         {**_GEMMA3_NAMES, "extra_special_tokens": _GEMMA3_NAMES},
+    ),
+    "gemma4": _Family(
+        _GEMMA4_TOKENS,
+        _GEMMA4_MARKERS,
+        _gemma4_files,
+        {**_GEMMA4_NAMES, "extra_special_tokens": _GEMMA4_NAMES},
     ),
 }
 
@@ -339,13 +488,14 @@ def _random_weights(config: dict[str, Any], seed: int) -> dict[str, mx.array]:
     module, _ = get_model_and_args(settings)
     settings.setdefault("text_config", {})
     made = module.ModelConfig.from_dict(settings)
-    model = module.Model(update_module_configs(made, module, settings, ["text", "vision"]))
+    parts = ["text", "vision", *(["audio"] if "audio_config" in settings else [])]
+    model = module.Model(update_module_configs(made, module, settings, parts))
     parameters = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
     keys = mx.random.split(mx.random.key(seed), len(parameters))
     gemma = settings["model_type"] == "gemma3"
-    gains = {**_GAINS, **(_GEMMA_GAINS if gemma else {})}
+    gains = {**_GAINS, **(_GEMMA_GAINS if settings["model_type"].startswith("gemma") else {})}
     weights = {
-        path: _random_parameter(path, value.shape, gains, key)
+        path: _random_parameter(path, value.shape, gains, key) if value.ndim else value
         for (path, value), key in zip(parameters, keys, strict=True)
     }
     if gemma:

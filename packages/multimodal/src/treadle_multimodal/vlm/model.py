@@ -9,12 +9,18 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_vlm.models import cache as vlm_cache
+from mlx_vlm.models.qwen3_omni_moe.language import LanguageModel as Qwen3OmniLanguageModel
+from mlx_vlm.models.qwen3_omni_moe.language import expand_deepstack_visual_embeds
+from mlx_vlm.models.qwen3_vl_moe.language import LanguageModel as Qwen3VlMoeLanguageModel
 
 from treadle_core.mlx_runtime.adapter import RowInput
 from treadle_multimodal.features import FeatureCache
 from treadle_multimodal.prompt import EncodedPrompt, PreparedItem, Segment
 
 DEFAULT_FEATURE_BYTES = 512 * 2**20
+
+CUTTING = (Qwen3OmniLanguageModel, Qwen3VlMoeLanguageModel)
+"""Models whose attention cuts masks to the columns that a cache's offset says are written."""
 
 
 class Features:
@@ -53,6 +59,29 @@ class Run:
         self.offset = offset
 
 
+class WholeMask:
+    """A cache for attention that would cut its mask: rows share one that is wider than most need.
+
+    Positions are given beside it, so that nothing else depends on its offset.
+
+    Args:
+        cache: What it stands for.
+    """
+
+    offset = 2**30
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+
+    def make_mask(self, *args: Any, **options: Any) -> Any:
+        """As the cache has it."""
+        return self._cache.make_mask(*args, **options)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """As the cache has it."""
+        return self._cache.update_and_fetch(keys, values)
+
+
 class VlmModel:
     """One loaded vision model. For the thread that loaded it.
 
@@ -71,6 +100,9 @@ class VlmModel:
         self._vlm = model
         self._language: Any = model.language_model
         self._counts_axes = counts_axes
+        # Others take the rows of items only, and where they stand.
+        self._places_deepstack = isinstance(model.language_model, Qwen3OmniLanguageModel)
+        self._cuts_masks = isinstance(model.language_model, CUTTING)
         self.features: FeatureCache[Features] = FeatureCache(feature_bytes)
 
     def forward(
@@ -88,6 +120,8 @@ class VlmModel:
         options: dict[str, Any] = {}
         if self._counts_axes:
             options["position_ids"] = self._positions(tokens, caches, rows)
+        if self._cuts_masks:
+            caches = [WholeMask(cache) for cache in caches]
         runs = [list(runs_of(row, num_tokens)) for row in rows]
         if any(run.segment or run.blank for row_runs in runs for run in row_runs):
             options.update(self._embed(tokens, rows, runs))
@@ -121,8 +155,7 @@ class VlmModel:
         arrays = {name: mx.array(array) for name, array in item.arrays.items()}
         pixels = arrays.pop("pixel_values", None)
         made = self._vlm.get_input_embeddings(tokens, pixels, mask=mx.ones_like(tokens), **arrays)
-        deepstack = made.deepstack_visual_embeds
-        layers = () if deepstack is None else tuple(layer for layer in deepstack)
+        layers = deepstack_of(made)
         features = Features(made.inputs_embeds[0], layers)
         # Evaluated, or pixels and encoder's intermediates would stay for as long as they do.
         mx.eval(features.embeddings, *layers)
@@ -150,9 +183,10 @@ class VlmModel:
         self, tokens: mx.array, rows: Sequence[RowInput], runs: Sequence[Sequence[Run]]
     ) -> dict[str, Any]:
         """Embeddings ``[B, N, hidden]``, and what goes with them."""
-        text: mx.array = self._vlm.get_input_embeddings(tokens).inputs_embeds
+        made = self._vlm.get_input_embeddings(tokens)
+        text: mx.array = made.inputs_embeds
         embedded: list[mx.array] = []
-        seen = np.zeros(tokens.shape, dtype=bool)
+        seen, looked = np.zeros(tokens.shape, dtype=bool), np.zeros(tokens.shape, dtype=bool)
         deepstack: list[tuple[mx.array, ...]] = []
         for index, (row, row_runs) in enumerate(zip(rows, runs, strict=True)):
             parts: list[mx.array] = []
@@ -164,15 +198,34 @@ class VlmModel:
                 features = self.encode(row.prompt.items[run.segment.item])
                 there = slice(run.offset, run.offset + run.end - run.begin)
                 parts.append(features.embeddings[there])
-                deepstack.append(tuple(layer[there] for layer in features.deepstack))
                 seen[index, run.begin : run.end] = True
+                if features.deepstack:
+                    deepstack.append(tuple(layer[there] for layer in features.deepstack))
+                    looked[index, run.begin : run.end] = True
             embedded.append(mx.concatenate(parts))
         options: dict[str, Any] = {"inputs_embeds": mx.stack(embedded)}
-        if deepstack and deepstack[0]:
-            layers = zip(*deepstack, strict=True)
-            options["deepstack_visual_embeds"] = [mx.concatenate(list(part)) for part in layers]
-            options["visual_pos_masks"] = mx.array(seen)
+        if deepstack:
+            layers = [mx.concatenate(list(part)) for part in zip(*deepstack, strict=True)]
+            masks = mx.array(looked)
+            options["visual_pos_masks"] = masks
+            options["deepstack_visual_embeds"] = (
+                expand_deepstack_visual_embeds(masks, layers) if self._places_deepstack else layers
+            )
+        if made.per_layer_inputs is not None:
+            # What stands for an item has none; the same id in a text keeps its own.
+            words = mx.where(mx.array(seen), 0, tokens)
+            options["per_layer_inputs"] = self._language.model.get_per_layer_inputs(words)
         return options
+
+
+def deepstack_of(made: Any) -> tuple[mx.array, ...]:
+    """Of what mlx-vlm makes of one item, each layer ``[tokens, hidden]``; a sound has none."""
+    found = made.deepstack_visual_embeds
+    if found is None or made.visual_pos_masks is None:
+        return ()
+    if isinstance(found, mx.array):  # [1, tokens, layers, hidden]
+        return tuple(found[0, :, layer] for layer in range(found.shape[2]))
+    return tuple(found)
 
 
 def positions_of(row: RowInput, num_tokens: int) -> Any:
