@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_vlm import stream_generate
 
-from treadle_core.layers import FullAttention, Window
+from treadle_core.layers import FullAttention, Recurrent, Window
 from treadle_core.mlx_runtime.adapter import RowInput
 from treadle_core.mlx_runtime.groups import SoloGroup
 from treadle_core.plan import Open
@@ -303,7 +303,7 @@ class TestFeatures:
         features = model.encode(prompt.items[0])
 
         layers = [features.embeddings, *features.deepstack]
-        deep = family in (*zoo.QWEN3, "qwen3_omni_moe")
+        deep = family in ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe")
         assert len(layers) == (3 if deep else 1)
         assert model.features.stats().used_bytes == sum(array.nbytes for array in layers)
         assert features.nbytes == len(layers) * prompt.items[0].num_tokens * zoo.HIDDEN * 4
@@ -320,6 +320,7 @@ class TestSpec:
             "gemma3": [ring, ring, full],
             # Two more read what these keep.
             "gemma4": [ring, FullAttention(2, 32, 32, "float32")],
+            "qwen3_5": [*[Recurrent(((3, 384), (4, 32, 32)), ("float32",) * 2)] * 3, full],
         }
         assert spec.layers == tuple(layers.get(family, [full] * 3))
         assert spec.batched, spec.note

@@ -225,7 +225,7 @@ class TestOptions:
 
 
 class TestRefused:
-    @pytest.mark.parametrize("model_type", ["llava", "qwen3_5", "idefics3", None])
+    @pytest.mark.parametrize("model_type", ["llava", "gemma3n", "idefics3", None])
     def test_a_family_that_was_not_checked(self, model_type: str | None) -> None:
         expected = rf"media input for {model_type} has not been checked.*checked are gemma3, gemma4, qwen2_5_vl"
         with pytest.raises(Unsupported, match=expected):

@@ -21,6 +21,9 @@ from treadle_multimodal.sources import Kind
 PIXELS: dict[Kind, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
 GRIDS: dict[Kind, str] = {"image": "image_grid_thw", "video": "video_grid_thw"}
 
+FRAMES_APART = ("qwen3_5", "qwen3_vl", "qwen3_vl_moe")
+"""Models that see each frame with its time, in a box of its own."""
+
 SOUND = ("input_features", "feature_attention_mask")
 
 Grid = tuple[int, int, int]
@@ -48,8 +51,7 @@ class QwenVl:
             "image": _marker("vision", processor.image_token, ids["image_token_id"]),
             "video": _marker("vision", processor.video_token, ids["video_token_id"]),
         }
-        # Each with its time, in a box of its own.
-        self._frames_apart = model_type in ("qwen3_vl", "qwen3_vl_moe")
+        self._frames_apart = model_type in FRAMES_APART
         # mlx-vlm's encoders of the others run once for a prompt.
         self.mixes_kinds = model_type in ("qwen3_vl", "qwen3_omni_moe")
         self.hearing: Hearing | None = None

@@ -22,7 +22,7 @@ PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 WINDOW = 32
 """Width of the sliding window of the families that have one."""
 
-QWEN3 = ("qwen3_vl", "qwen3_vl_moe")
+QWEN3 = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 
 HIDDEN = 64
 _VOCABULARY_STEP = 32
@@ -43,6 +43,21 @@ _EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 48,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [0],
+}
+
+_HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "full_attention_interval": 4,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+}
+_PARTIAL_ROPE: dict[str, Any] = {
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [2, 1, 1],
 }
 
 _VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64}
@@ -142,6 +157,10 @@ def _qwen_text(model_type: str, vocab_size: int) -> dict[str, Any]:
     if model_type not in QWEN3:
         return {**text, "rope_scaling": {"type": "mrope", **sections}}
     scaling = {"rope_type": "default", "mrope_interleaved": True, **sections}
+    if model_type == "qwen3_5":
+        section = {**text, **_HYBRID, "head_dim": 16, "model_type": "qwen3_5_text"}
+        section["rope_parameters"] = {**scaling, **_PARTIAL_ROPE}
+        return {"text_config": section, "vocab_size": vocab_size}
     section = {
         **text,
         **(_EXPERTS if model_type == "qwen3_vl_moe" else {}),
@@ -170,7 +189,8 @@ def _qwen_vision(model_type: str, patch: int) -> dict[str, Any]:
             windows = {"window_size": 56, "fullatt_block_indexes": [1, 3], "tokens_per_second": 2}
             return {**vision, **_VISION, "out_hidden_size": HIDDEN, **windows}
         case _:
-            depth = {"num_position_embeddings": 256, "deepstack_visual_indexes": [0, 1]}
+            deep = [] if model_type == "qwen3_5" else [0, 1]
+            depth = {"num_position_embeddings": 256, "deepstack_visual_indexes": deep}
             return {**vision, **_VISION, "out_hidden_size": HIDDEN, **depth}
 
 

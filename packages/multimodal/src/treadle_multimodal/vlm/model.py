@@ -7,8 +7,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from mlx_vlm.models import cache as vlm_cache
+from mlx_vlm.models.qwen3_5.language import LanguageModel as Qwen35LanguageModel
 from mlx_vlm.models.qwen3_omni_moe.language import LanguageModel as Qwen3OmniLanguageModel
 from mlx_vlm.models.qwen3_omni_moe.language import expand_deepstack_visual_embeds
 from mlx_vlm.models.qwen3_vl_moe.language import LanguageModel as Qwen3VlMoeLanguageModel
@@ -19,7 +20,7 @@ from treadle_multimodal.prompt import EncodedPrompt, PreparedItem, Segment
 
 DEFAULT_FEATURE_BYTES = 512 * 2**20
 
-CUTTING = (Qwen3OmniLanguageModel, Qwen3VlMoeLanguageModel)
+CUTTING = (Qwen3OmniLanguageModel, Qwen3VlMoeLanguageModel, Qwen35LanguageModel)
 """Models whose attention cuts masks to the columns that a cache's offset says are written."""
 
 
@@ -121,7 +122,7 @@ class VlmModel:
         if self._counts_axes:
             options["position_ids"] = self._positions(tokens, caches, rows)
         if self._cuts_masks:
-            caches = [WholeMask(cache) for cache in caches]
+            caches = [adapted(cache) for cache in caches]
         runs = [list(runs_of(row, num_tokens)) for row in rows]
         if any(run.segment or run.blank for row_runs in runs for run in row_runs):
             options.update(self._embed(tokens, rows, runs))
@@ -174,7 +175,8 @@ class VlmModel:
     def _counted(self, tokens: mx.array, caches: list[Any]) -> mx.array:
         """Positions of text that follows what the caches hold."""
         num_rows, num_tokens = tokens.shape
-        offset = caches[0].offset
+        # Recurrent layers do not count.
+        offset = next(cache.offset for cache in caches if not isinstance(cache, ArraysCache))
         start = offset[:, None] if isinstance(offset, mx.array) and offset.ndim else offset
         counted = start + mx.arange(num_tokens, dtype=mx.int32)[None]
         return mx.broadcast_to(counted[None], (3, num_rows, num_tokens))
@@ -263,4 +265,15 @@ def translated(cache: Any) -> Any:
         return KVCache()
     if type(cache) is vlm_cache.RotatingKVCache:
         return RotatingKVCache(max_size=cache.max_size, keep=cache.keep)
+    if type(cache) is vlm_cache.ArraysCache:
+        return ArraysCache(len(cache.cache))
     return cache
+
+
+def adapted(cache: Any) -> Any:
+    """A cache as layers of :data:`CUTTING` models take it; both have the same contents."""
+    if isinstance(cache, ArraysCache):
+        other = vlm_cache.ArraysCache(len(cache.cache))
+        other.cache = cache.cache
+        return other
+    return WholeMask(cache)
