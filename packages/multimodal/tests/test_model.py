@@ -316,11 +316,13 @@ class TestSpec:
 
         full = FullAttention(2, 16, 16, "float32")
         ring = Window(2, 16, 16, "float32", zoo.WINDOW)
+        state = Recurrent(((3, 384), (4, 32, 32)), ("float32",) * 2)
         layers = {
             "gemma3": [ring, ring, full],
             # Two more read what these keep.
             "gemma4": [ring, FullAttention(2, 32, 32, "float32")],
-            "qwen3_5": [*[Recurrent(((3, 384), (4, 32, 32)), ("float32",) * 2)] * 3, full],
+            "qwen3_5": [state, state, state, full],
+            "qwen3_5_moe": [state, state, state, full],
         }
         assert spec.layers == tuple(layers.get(family, [full] * 3))
         assert spec.batched, spec.note

@@ -33,7 +33,7 @@ from .media_files import picture
 TOLERANCE = 1e-4
 """Of the logits' scale."""
 
-QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_omni_moe")
+QWEN = ("qwen2_vl", "qwen2_5_vl", *zoo.QWEN3, "qwen3_omni_moe")
 HEARING = ("gemma4", "qwen3_omni_moe")
 VIDEO = (*QWEN, "gemma4")
 MIXING = ("qwen3_vl", "qwen3_omni_moe", "gemma4")

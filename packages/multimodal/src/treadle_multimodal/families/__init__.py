@@ -16,6 +16,7 @@ FAMILIES: dict[str, type[Family]] = {
     "qwen2_5_vl": QwenVl,
     "qwen2_vl": QwenVl,
     "qwen3_5": QwenVl,
+    "qwen3_5_moe": QwenVl,
     "qwen3_omni_moe": QwenVl,
     "qwen3_vl": QwenVl,
     "qwen3_vl_moe": QwenVl,

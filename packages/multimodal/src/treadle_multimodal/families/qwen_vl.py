@@ -21,7 +21,7 @@ from treadle_multimodal.sources import Kind
 PIXELS: dict[Kind, str] = {"image": "pixel_values", "video": "pixel_values_videos"}
 GRIDS: dict[Kind, str] = {"image": "image_grid_thw", "video": "video_grid_thw"}
 
-FRAMES_APART = ("qwen3_5", "qwen3_vl", "qwen3_vl_moe")
+FRAMES_APART = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
 """Models that see each frame with its time, in a box of its own."""
 
 SOUND = ("input_features", "feature_attention_mask")

@@ -22,7 +22,7 @@ PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 WINDOW = 32
 """Width of the sliding window of the families that have one."""
 
-QWEN3 = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5")
+QWEN3 = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 HIDDEN = 64
 _VOCABULARY_STEP = 32
@@ -41,11 +41,13 @@ _EXPERTS: dict[str, Any] = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [0],
 }
 
 _HYBRID: dict[str, Any] = {
+    "head_dim": 16,
     "num_hidden_layers": 4,
     "full_attention_interval": 4,
     "linear_num_value_heads": 4,
@@ -157,13 +159,14 @@ def _qwen_text(model_type: str, vocab_size: int) -> dict[str, Any]:
     if model_type not in QWEN3:
         return {**text, "rope_scaling": {"type": "mrope", **sections}}
     scaling = {"rope_type": "default", "mrope_interleaved": True, **sections}
-    if model_type == "qwen3_5":
-        section = {**text, **_HYBRID, "head_dim": 16, "model_type": "qwen3_5_text"}
+    experts = _EXPERTS if model_type.endswith("_moe") else {}
+    if model_type.startswith("qwen3_5"):
+        section = {**text, **_HYBRID, **experts, "model_type": f"{model_type}_text"}
         section["rope_parameters"] = {**scaling, **_PARTIAL_ROPE}
         return {"text_config": section, "vocab_size": vocab_size}
     section = {
         **text,
-        **(_EXPERTS if model_type == "qwen3_vl_moe" else {}),
+        **experts,
         "model_type": f"{model_type}_text",
         "head_dim": 16,
         "rope_scaling": scaling,
@@ -189,7 +192,7 @@ def _qwen_vision(model_type: str, patch: int) -> dict[str, Any]:
             windows = {"window_size": 56, "fullatt_block_indexes": [1, 3], "tokens_per_second": 2}
             return {**vision, **_VISION, "out_hidden_size": HIDDEN, **windows}
         case _:
-            deep = [] if model_type == "qwen3_5" else [0, 1]
+            deep = [] if model_type.startswith("qwen3_5") else [0, 1]
             depth = {"num_position_embeddings": 256, "deepstack_visual_indexes": deep}
             return {**vision, **_VISION, "out_hidden_size": HIDDEN, **depth}
 
