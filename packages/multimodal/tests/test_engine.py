@@ -29,13 +29,10 @@ from treadle_multimodal.testing import zoo
 from treadle_multimodal.vlm.checkpoint import load_vlm
 from treadle_multimodal.vlm.model import VlmModel
 
+from .vlm import DISTINCT, Reference, clip, encoded, image, loaded
 from .vlm import VIDEO as VIDEO_FAMILIES
-from .vlm import Reference, clip, encoded, image, loaded
 
-# The two with experts are Qwen3-VL to an engine.
-FAMILIES = [name for name in zoo.FAMILIES if not name.endswith("_moe")]
-
-every_family = pytest.mark.parametrize("family", FAMILIES)
+every_family = pytest.mark.parametrize("family", DISTINCT)
 
 NUM_TOKENS = 6
 
@@ -163,7 +160,7 @@ def continuation(family: str) -> Continuation:
 
 
 # State that cannot be taken back refuses drafts.
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen3_5"])
+@pytest.mark.parametrize("family", [name for name in DISTINCT if name != "qwen3_5"])
 @pytest.mark.parametrize("kind", [OracleDrafter, LastWrongDrafter])
 def test_an_engine_with_drafts_gives_the_same_answers(
     family: str, kind: type[OracleDrafter], tmp_path: Path
@@ -189,7 +186,7 @@ def test_an_engine_with_drafts_gives_the_same_answers(
     assert drafts.accepted >= 2 * len(names)
 
 
-@pytest.mark.parametrize("family", VIDEO_FAMILIES)
+@pytest.mark.parametrize("family", [name for name in DISTINCT if name in VIDEO_FAMILIES])
 def test_videos_beside_text(family: str) -> None:
     engine, _ = make_engine(family)
     names = ["text", "video", "one"]

@@ -23,6 +23,7 @@ from treadle_multimodal.testing import zoo
 from treadle_multimodal.vlm.model import VlmModel
 
 from .vlm import (
+    DISTINCT,
     MIXING,
     QWEN,
     TOLERANCE,
@@ -38,6 +39,7 @@ from .vlm import (
 )
 
 every_family = pytest.mark.parametrize("family", zoo.FAMILIES)
+every_distinct_family = pytest.mark.parametrize("family", DISTINCT)
 
 CONTINUATION = (70, 105, 33, 9, 120, 41)
 
@@ -77,8 +79,13 @@ def check(rows: Rows, family: str, numbers: Sequence[int], widths: Sequence[int]
 
 
 class TestLogits:
-    @every_family
-    @pytest.mark.parametrize("chunk", [8, 17, 64, 1024])
+    @pytest.mark.parametrize(
+        ("family", "chunk"),
+        [
+            *((family, chunk) for family in DISTINCT for chunk in (8, 17, 64, 1024)),
+            *((family, 17) for family in zoo.FAMILIES if family not in DISTINCT),
+        ],
+    )
     def test_rows_with_and_without_media_decode_together(self, family: str, chunk: int) -> None:
         rows = Rows(family)
         for request in REQUESTS:
@@ -86,7 +93,7 @@ class TestLogits:
 
         check(rows, family, range(len(REQUESTS)), [1] * (1 + len(CONTINUATION)))
 
-    @every_family
+    @every_distinct_family
     def test_several_tokens_at_a_time(self, family: str) -> None:
         rows = Rows(family)
         for request in REQUESTS:
@@ -94,7 +101,7 @@ class TestLogits:
 
         check(rows, family, range(len(REQUESTS)), [3, 1, 2])
 
-    @every_family
+    @every_distinct_family
     def test_the_order_of_rows_does_not_matter(self, family: str) -> None:
         rows, order = Rows(family), [4, 0, 2, 1]
         for number in order:
@@ -102,7 +109,7 @@ class TestLogits:
 
         check(rows, family, order, [1, 1])
 
-    @every_family
+    @every_distinct_family
     def test_a_prompt_may_be_cut_anywhere(self, family: str) -> None:
         """Before, inside and behind each of its images: all of its cuts, one prompt each."""
         prompt = encoded(family, *ONE)
@@ -138,7 +145,7 @@ class TestLogits:
 
         assert difference(found, Reference(family, *request).logits(CONTINUATION)) < TOLERANCE
 
-    @every_family
+    @every_distinct_family
     def test_a_prompt_that_ends_with_a_placeholder(self, family: str) -> None:
         """Its last token is fed by the decode of all rows, beside text."""
         rows, prompt = Rows(family), encoded(family, *ONE)
@@ -151,7 +158,7 @@ class TestLogits:
 
         assert difference(found, reference(family, ONE[0], 1)[:1]) < TOLERANCE
 
-    @every_family
+    @every_distinct_family
     def test_rows_of_their_own_caches(self, family: str) -> None:
         """As a model of which the runtime does not know every layer is run."""
         group = SoloGroup(loaded(family).model)
@@ -170,7 +177,7 @@ class TestLogits:
         for number, (text, _) in enumerate(REQUESTS):
             assert difference(found[number], reference(family, text, number)[:3]) < TOLERANCE
 
-    @every_family
+    @every_distinct_family
     def test_text_without_rows_follows_the_caches(self, family: str) -> None:
         model = loaded(family).model
         prompt = encoded(family, *TEXT)

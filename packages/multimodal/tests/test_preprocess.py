@@ -31,12 +31,20 @@ every_family = pytest.mark.parametrize("family", zoo.FAMILIES)
 
 SIZES = [(80, 60), (120, 50), (33, 200), (60, 60), (300, 40)]
 
-ITEM_AXIS = {"smolvlm": 1}
+ITEM_AXIS = {"smolvlm": 1, "idefics3": 1}
 """Where arrays of several items are joined, unless it is the first axis."""
 
 
 UNREAD = {"mm_token_type_ids", "num_frames_per_video", "video_second_per_grid"}
 """What mlx-vlm's processors make, and its models, as they are loaded here, do not look at."""
+
+
+PADDING = ("pixtral", "mistral3")
+"""Families of which mlx-vlm pads all images of a prompt to the largest."""
+
+
+def padded(array: Any, shape: tuple[int, ...]) -> Any:
+    return np.pad(array, [(0, most - size) for size, most in zip(array.shape, shape, strict=True)])
 
 
 def arrays_of(prompt: EncodedPrompt) -> dict[str, list[Any]]:
@@ -59,6 +67,8 @@ def assert_as_mlx_vlm(family: str, media: tuple[Media, ...]) -> EncodedPrompt:
         axis = ITEM_AXIS.get(family, 0)
         if isinstance(made, list):  # of items that differ in size
             parts = [part[0] for part in found[name]]
+        elif family in PADDING and name == "pixel_values":
+            parts = [padded(part[0], made.shape[1:]) for part in found[name]]
         else:
             parts, made = [np.concatenate(found[name], axis=axis)], [made]
         for part, array in zip(parts, map(np.array, made), strict=True):
@@ -147,6 +157,16 @@ def test_equal_items_have_one_digest_and_others_their_own(family: str) -> None:
     assert repeats[0] == repeats[1]
 
 
+@every_family
+def test_what_stands_beside_an_image_does_not_change_its_digest(family: str) -> None:
+    found = {
+        encoded(family, "look", media).items[-1].digest
+        for media in [(image(0),), (image(1, 300, 200), image(0)), (image(2), image(0))]
+    }
+
+    assert len(found) == 1
+
+
 def test_parts_of_an_item_have_digests_of_their_own() -> None:
     prompt = encoded("smolvlm", "look", (image(0),))
 
@@ -225,11 +245,18 @@ class TestOptions:
 
 
 class TestRefused:
-    @pytest.mark.parametrize("model_type", ["llava", "gemma3n", "idefics3", None])
+    @pytest.mark.parametrize("model_type", ["llava", "gemma3n", "paligemma", None])
     def test_a_family_that_was_not_checked(self, model_type: str | None) -> None:
-        expected = rf"media input for {model_type} has not been checked.*checked are gemma3, gemma4, qwen2_5_vl"
+        expected = rf"media input for {model_type} has not been checked.*checked are gemma3, gemma4, idefics3"
         with pytest.raises(Unsupported, match=expected):
             Preprocessor({"model_type": model_type}, None)
+
+    @pytest.mark.parametrize("family", PADDING)
+    def test_a_text_model_that_was_not_checked(self, family: str) -> None:
+        config = {"model_type": family, "text_config": {"model_type": "ministral3"}}
+
+        with pytest.raises(Unsupported, match=f"{family} with text of ministral3 has not been"):
+            make_family(config, None)
 
     @pytest.mark.parametrize(
         ("family", "option", "value"),

@@ -7,12 +7,16 @@ from treadle_core import Unsupported
 from treadle_multimodal.families.base import Family
 from treadle_multimodal.families.gemma3 import Gemma3
 from treadle_multimodal.families.gemma4 import Gemma4
+from treadle_multimodal.families.pixtral import Pixtral
 from treadle_multimodal.families.qwen_vl import QwenVl
 from treadle_multimodal.families.smolvlm import SmolVlm
 
 FAMILIES: dict[str, type[Family]] = {
     "gemma3": Gemma3,
     "gemma4": Gemma4,
+    "idefics3": SmolVlm,
+    "mistral3": Pixtral,
+    "pixtral": Pixtral,
     "qwen2_5_vl": QwenVl,
     "qwen2_vl": QwenVl,
     "qwen3_5": QwenVl,

@@ -1,4 +1,4 @@
-"""SmolVLM: an image as tiles and a small copy of the whole, each a run of placeholders."""
+"""SmolVLM and Idefics 3: an image as tiles and a small copy of the whole, each a run of placeholders."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,13 +26,14 @@ class SmolVlm(AmongTokens):
     """
 
     def __init__(self, config: Mapping[str, Any], processor: Any) -> None:
-        del config
         if not processor.image_processor.do_image_splitting:
             raise Unsupported("SmolVLM without image splitting has not been checked")
         placeholder: int = processor.image_token_id
         self._per_tile: int = processor.image_seq_len
-        self._whole: int = processor.tokenizer.convert_tokens_to_ids(processor.global_image_token)
-        words = (processor.image_token, processor.global_image_token)
+        is_smol = config["model_type"] == "smolvlm"
+        whole: str = processor.global_image_token if is_smol else processor.global_image_tag
+        self._whole: int = processor.tokenizer.convert_tokens_to_ids(whole)
+        words = (processor.image_token, whole)
         super().__init__({"image": Marker(processor.image_token, placeholder, words)})
 
     def split(self, kind: Kind, arrays: Made, tokens: NDArray[Any]) -> list[Arrays]:

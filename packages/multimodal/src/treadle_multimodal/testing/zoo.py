@@ -9,6 +9,7 @@ The vocabulary holds three special tokens, the 256 bytes, and the family's own t
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -82,7 +83,8 @@ _QWEN_TOKENS = (
     "<|video_pad|>",
 )
 _OMNI_TOKENS = (*_QWEN_TOKENS, "<|audio_start|>", "<|audio_pad|>", "<|audio_end|>")
-_SMOLVLM_TOKENS = (
+_PIXTRAL_TOKENS = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
+_TILES_TOKENS = (
     "<fake_token_around_image>",
     "<image>",
     "<global-img>",
@@ -240,11 +242,12 @@ def _omni_files(ids: dict[str, int], vocab_size: int) -> Files:
     return {**made, "config.json": config}
 
 
-def _smolvlm_files(ids: dict[str, int], vocab_size: int) -> Files:
+def _tiles_files(model_type: str, ids: dict[str, int], vocab_size: int) -> Files:
     side, patch, scale = 56, 14, 2
     text = {"model_type": "llama", "head_dim": 16, "rope_theta": 10000.0}
+    name = {"smolvlm": "SmolVLM", "idefics3": "Idefics3"}[model_type]
     config = {
-        "model_type": "smolvlm",
+        "model_type": model_type,
         "text_config": {**_TEXT, **text, "vocab_size": vocab_size},
         "vision_config": _siglip(side, patch),
         "vocab_size": vocab_size,
@@ -253,7 +256,7 @@ def _smolvlm_files(ids: dict[str, int], vocab_size: int) -> Files:
     }
     image = {
         **_NORMALISING,
-        "image_processor_type": "SmolVLMImageProcessor",
+        "image_processor_type": f"{name}ImageProcessor",
         "do_image_splitting": True,
         "do_pad": True,
         "size": {"longest_edge": 2 * side},
@@ -264,7 +267,7 @@ def _smolvlm_files(ids: dict[str, int], vocab_size: int) -> Files:
     return {
         "config.json": config,
         "preprocessor_config.json": image,
-        "processor_config.json": {**processor, "processor_class": "SmolVLMProcessor"},
+        "processor_config.json": {**processor, "processor_class": f"{name}Processor"},
     }
 
 
@@ -361,6 +364,41 @@ def _gemma4_files(ids: dict[str, int], vocab_size: int) -> Files:
     return {"config.json": config, "processor_config.json": processor}
 
 
+def _pixtral_files(model_type: str, ids: dict[str, int], vocab_size: int) -> Files:
+    patch = 8
+    text = {**_TEXT, "model_type": "mistral", "head_dim": 16, "vocab_size": vocab_size}
+    vision = {
+        **_VISION,
+        "model_type": "pixtral",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+        "image_size": 64,
+        "patch_size": patch,
+    }
+    config = {
+        "model_type": model_type,
+        "text_config": {**text, "rope_theta": 10000.0},
+        "vision_config": vision,
+        "vocab_size": vocab_size,
+        "image_token_index": ids["[IMG]"],
+    }
+    if model_type == "mistral3":
+        config["spatial_merge_size"] = 2
+    image = {
+        **_NORMALISING,
+        "image_processor_type": "PixtralImageProcessor",
+        "size": {"longest_edge": 64},
+        "patch_size": {"height": patch, "width": patch},
+    }
+    processor = {"patch_size": patch, "processor_class": "PixtralProcessor"}
+    return {
+        "config.json": config,
+        "preprocessor_config.json": image,
+        "processor_config.json": processor,
+    }
+
+
 def _siglip(side: int, patch: int) -> dict[str, Any]:
     layers = {"num_hidden_layers": 2, "num_attention_heads": 2}
     shape = {"patch_size": patch, "image_size": side}
@@ -408,7 +446,14 @@ _FAMILIES: dict[str, _Family] = {
         _omni_files,
         {**_OMNI_NAMES, "extra_special_tokens": _OMNI_NAMES},
     ),
-    "smolvlm": _Family(_SMOLVLM_TOKENS, {"image": "<image>"}, _smolvlm_files, {}),
+    **{
+        name: _Family(_TILES_TOKENS, {"image": "<image>"}, partial(_tiles_files, name), {})
+        for name in ("smolvlm", "idefics3")
+    },
+    **{
+        name: _Family(_PIXTRAL_TOKENS, {"image": "[IMG]"}, partial(_pixtral_files, name), {})
+        for name in ("pixtral", "mistral3")
+    },
     "gemma3": _Family(
         _GEMMA3_TOKENS,
         {"image": "<start_of_image>"},
