@@ -71,10 +71,11 @@ def requested_as(family: str, identity: str, asked: tuple[str, tuple[Media, ...]
 
 @cache
 def expected(family: str, name: str) -> tuple[int, ...]:
-    reference, found = Reference(family, *requested(name)), list[int]()
-    for _ in range(NUM_TOKENS):
-        found.append(int(reference.logits(found)[-1].argmax()))
-    return tuple(found)
+    return expected_tokens(family, requested(name))
+
+
+def expected_tokens(family: str, asked: tuple[str, tuple[Media, ...]]) -> tuple[int, ...]:
+    return Reference(family, *asked).greedy(NUM_TOKENS)
 
 
 def make_engine(

@@ -159,6 +159,20 @@ class TestLogits:
         assert difference(found, reference(family, ONE[0], 1)[:1]) < TOLERANCE
 
     @every_distinct_family
+    def test_a_placeholder_that_a_text_row_generates_is_a_word(self, family: str) -> None:
+        """Also in the step in which the row beside it is fed one that stands for its image."""
+        prompt = encoded(family, *ONE)
+        end, placeholder = prompt.segments[0].end, prompt.items[0].placeholder
+        rows = Rows(family)
+        rows.join(encoded(family, *TEXT), 64, len(encoded(family, *TEXT).tokens))
+        rows.join(prompt, 64, end - 1)
+
+        found = rows.decode([[placeholder], [prompt.tokens[end - 1]]])[0]
+
+        expected = Reference(family, *TEXT).logits([placeholder])[1:]
+        assert difference(found, expected) < TOLERANCE
+
+    @every_distinct_family
     def test_rows_of_their_own_caches(self, family: str) -> None:
         """As a model of which the runtime does not know every layer is run."""
         group = SoloGroup(loaded(family).model)

@@ -1,6 +1,6 @@
 """Tiny vision models, and what mlx-vlm's own run of one request gives for them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -142,16 +142,25 @@ class Reference:
 
     def logits(self, continuation: Sequence[int]) -> np.ndarray[Any, Any]:
         """After the prompt and after each token of a continuation, ``[1 + tokens, vocab]``."""
+        return np.stack([*self._run(lambda number, _: continuation[number], len(continuation))])
+
+    def greedy(self, num_tokens: int) -> tuple[int, ...]:
+        """The likeliest tokens behind the prompt."""
+        found = self._run(lambda _, logits: int(logits.argmax()), num_tokens - 1)
+        return tuple(int(logits.argmax()) for logits in found)
+
+    def _run(
+        self, choose: Callable[[int, np.ndarray[Any, Any]], int], num_tokens: int
+    ) -> Iterator[np.ndarray[Any, Any]]:
         language = self.model.language_model
         caches = make_prompt_cache(language)
-        out = language(
-            self.ids, inputs_embeds=self.embeddings + 0, cache=caches, **self.extra
-        ).logits[:, -1]
-        found = [out]
-        for token in continuation:
-            found.append(language(mx.array([[token]]), cache=caches).logits[:, -1])
-            mx.eval(found[-1])
-        return np.array(mx.concatenate(found))
+        out = language(self.ids, inputs_embeds=self.embeddings + 0, cache=caches, **self.extra)
+        logits = np.array(out.logits[0, -1])
+        yield logits
+        for number in range(num_tokens):
+            token = choose(number, logits)
+            logits = np.array(language(mx.array([[token]]), cache=caches).logits[0, -1])
+            yield logits
 
 
 class Rows:
