@@ -22,7 +22,7 @@ from treadle_multimodal.media import Media, make_image
 from treadle_multimodal.prompt import EncodedPrompt
 from treadle_multimodal.testing import zoo
 from treadle_multimodal.vlm.checkpoint import load_vlm
-from treadle_multimodal.vlm.preprocess import Preprocessor
+from treadle_multimodal.vlm.preprocess import Preprocessor, item_digest
 
 from .media_files import picture
 from .vlm import HEARING, QWEN, VIDEO, Reference, chat, clip, encoded, image, loaded, sound
@@ -161,10 +161,16 @@ def test_equal_items_have_one_digest_and_others_their_own(family: str) -> None:
 def test_what_stands_beside_an_image_does_not_change_its_digest(family: str) -> None:
     found = {
         encoded(family, "look", media).items[-1].digest
-        for media in [(image(0),), (image(1, 300, 200), image(0)), (image(2), image(0))]
+        for media in [(image(0),), (image(1, 90, 200), image(0)), (image(2), image(0))]
     }
 
     assert len(found) == 1
+
+
+def test_an_item_of_other_length_has_another_digest() -> None:
+    arrays = {"input_features": np.zeros((1, 8, 4), np.float32)}
+
+    assert item_digest("gemma4", 7, 2, arrays) != item_digest("gemma4", 7, 3, arrays)
 
 
 def test_parts_of_an_item_have_digests_of_their_own() -> None:
