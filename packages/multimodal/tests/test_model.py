@@ -114,8 +114,10 @@ class TestLogits:
         """Before, inside and behind each of its images: all of its cuts, one prompt each."""
         prompt = encoded(family, *ONE)
         expected = reference(family, ONE[0], 1)[:1]
+        # Qwen3.5 goes through its tokens one by one, which takes its time.
+        step = 5 if family == "qwen3_5" else 1
 
-        for cut in range(1, len(prompt.tokens) - 1):
+        for cut in range(1, len(prompt.tokens) - 1, step):
             rows = Rows(family, capacity=128, num_rows=1)
             rows.join(prompt, cut)
             assert difference(rows.decode([[prompt.tokens[-1]]])[0], expected) < TOLERANCE, cut

@@ -1,4 +1,4 @@
-"""Tiny random vision models for tests, as whole checkpoints with processor and tokenizer.
+"""Tiny random models that see and hear, for tests, as whole checkpoints with processor and tokenizer.
 
 mlx-vlm loads them like any other. The weights are float32, made in milliseconds without a network,
 and scaled so that logits depend on the whole context and on every image in it.
