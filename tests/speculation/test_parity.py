@@ -51,7 +51,7 @@ def request_of(id: str, prompt: Sequence[int], **params: Any) -> Request:
     return Request(id=id, prompt=tuple(prompt), params=SamplingParams(**chosen))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "deepseek_v3", "qwen3_next", "nemotron_h"])
 def test_what_a_speculating_row_stored_is_what_a_plain_row_would_have_computed(family: str) -> None:
     """A chat goes on from the store, where the answer before it came from accepted drafts."""
     store = RamStore(CacheConfig(capacity_bytes=64 << 20, block_size=8))
@@ -84,7 +84,7 @@ def test_what_a_speculating_row_stored_is_what_a_plain_row_would_have_computed(f
     assert total.rejected > 5
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mamba2_hybrid"])
 def test_the_adaptive_controller_changes_no_token_whatever_it_measures(family: str) -> None:
     requests = [
         request_of(f"r{i}", looped(20 + 9 * i, seed=i), temperature=0.6 * (i % 2), seed=i)

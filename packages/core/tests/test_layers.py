@@ -43,7 +43,7 @@ OPAQUE = Opaque(bytes_per_token=11)
         (WINDOW, 4_096, 0, 3 * 100 * 2 * 7 * 4),
         (WINDOW, 4_096, 7, 3 * 107 * 2 * 7 * 4),
         (RECURRENT, 64, 0, 3 * (15 * 4 + 2 * 2)),
-        (RECURRENT, 4_096, 7, 3 * (15 * 4 + 2 * 2)),
+        (RECURRENT, 4_096, 7, 2 * 3 * (15 * 4 + 2 * 2)),
         (Composite((FULL, RECURRENT)), 64, 0, 3 * (64 * 2 * 7 * 2 + 64)),
         (OPAQUE, 64, 0, 3 * 64 * 11),
     ],

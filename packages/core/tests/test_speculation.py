@@ -8,7 +8,15 @@ from msgspec.structs import replace
 
 from treadle_core import Completion, Engine, Request, SamplingParams, Unsupported, collect
 from treadle_core.layers import ModelSpec, Recurrent
-from treadle_core.testing import SMALL_SPEC, ManualClock, ScriptedRunner, expected_tokens, hashed
+from treadle_core.testing import (
+    SMALL_SPEC,
+    ByteTokenizer,
+    ManualClock,
+    RecordingStore,
+    ScriptedRunner,
+    expected_tokens,
+    hashed,
+)
 from treadle_core.testing.drafting import (
     FailingDrafter,
     OracleDrafter,
@@ -18,6 +26,7 @@ from treadle_core.testing.drafting import (
 
 SCRIPT = hashed(200)
 RECURRENT = replace(SMALL_SPEC, layers=(Recurrent(shapes=((1,),), dtypes=("float32",)),))
+ALONE = replace(SMALL_SPEC, batched=False)
 
 
 def truth(tokens: Sequence[int], num: int) -> list[int]:
@@ -35,7 +44,14 @@ class Rhythm(SteadyController):
         return self.told[min(len(self.steps), len(self.told) - 1)]
 
 
-def engine_of(drafter: Any, controller: Any, spec: ModelSpec = SMALL_SPEC) -> Engine:
+def engine_of(
+    drafter: Any,
+    controller: Any,
+    spec: ModelSpec = SMALL_SPEC,
+    *,
+    longest: int = 3,
+    store: RecordingStore | None = None,
+) -> Engine:
     clock = ManualClock(5.0)
     runner = ScriptedRunner(
         SCRIPT,
@@ -43,14 +59,25 @@ def engine_of(drafter: Any, controller: Any, spec: ModelSpec = SMALL_SPEC) -> En
         clock=clock,
         prefill_cost=lambda num: 10.0,
         decode_cost=lambda num: 0.25,
-        max_draft_tokens=3 if spec is SMALL_SPEC else 0,
+        max_draft_tokens=longest,
     )
-    return Engine(runner, clock=clock, drafter=drafter, controller=controller)
+    return Engine(
+        runner,
+        tokenizer=ByteTokenizer(),
+        clock=clock,
+        drafter=drafter,
+        controller=controller,
+        store=store,
+    )
 
 
-def answer(engine: Engine, max_tokens: int, **more: Any) -> Completion:
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+def answer(engine: Engine, max_tokens: int, stop: Sequence[int] = (), **more: Any) -> Completion:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=tuple(stop))
     engine.add(Request(id="a", prompt=(1, 2, 3), params=params, **more))
+    return finish(engine)
+
+
+def finish(engine: Engine) -> Completion:
     events: list[Any] = []
     while engine.has_work:
         events += engine.step()
@@ -122,12 +149,60 @@ def test_a_drafter_that_raises_is_dropped_and_the_answer_goes_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "why"),
-    [(RECURRENT, "recurrent layers"), (replace(SMALL_SPEC, batched=False), "one at a time")],
+    ("spec", "why"), [(ALONE, "its rows run one at a time"), (SMALL_SPEC, "was loaded for none")]
 )
-def test_a_model_that_cannot_take_tokens_back_refuses_a_drafter(spec: ModelSpec, why: str) -> None:
-    with pytest.raises(Unsupported, match=why):
-        engine_of(OracleDrafter(truth), Rhythm(3, True), spec)
+def test_a_model_that_verifies_no_drafts_refuses_a_drafter(spec: ModelSpec, why: str) -> None:
+    with pytest.raises(Unsupported, match=rf"^no drafts can be verified with scripted: .*{why}$"):
+        engine_of(OracleDrafter(truth), Rhythm(3, True), spec, longest=0)
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_nothing_is_verified_behind_an_end_and_the_whole_answer_is_stored(place: int) -> None:
+    store = RecordingStore()
+    engine = engine_of(OracleDrafter(truth), Rhythm(3, True), RECURRENT, store=store)
+    expected = truth((1, 2, 3), 4 + place)
+
+    found = answer(engine, 30, stop=expected[-1:])
+
+    assert found.tokens == expected
+    assert found.usage is not None
+    assert found.usage.drafts is not None
+    assert found.usage.drafts.rejected == 0
+    # Where the end was drafted, the row has fed it already.
+    whole = [1, 2, 3, *expected]
+    assert list(max(store.inserted, key=len)) in (whole, whole[:-1])
+
+
+def test_an_answer_that_ends_within_what_was_accepted_stores_no_state_of_more_tokens() -> None:
+    store = RecordingStore()
+    engine = engine_of(OracleDrafter(truth), Rhythm(3, True), RECURRENT, store=store)
+    ends = truth((1, 2, 3), 6)
+    text = ByteTokenizer().decode(ends[4:6])
+    params = SamplingParams(max_tokens=30, temperature=0.0, stop=(text,))
+    engine.add(Request(id="a", prompt=(1, 2, 3), params=params))
+
+    found = finish(engine)
+
+    assert found.reason == "stop"
+    assert found.tokens == ends
+    assert store.inserted == [(1, 2)]
+
+
+def test_an_abort_while_a_draft_is_verified_stores_no_state_of_more_tokens() -> None:
+    store = RecordingStore()
+    engine = engine_of(OracleDrafter(truth), Rhythm(3, True), RECURRENT, store=store)
+    params = SamplingParams(max_tokens=30, temperature=0.0)
+    engine.add(Request(id="a", prompt=(1, 2, 3), params=params))
+    events = [event for _ in range(3) for event in engine.step()]
+
+    engine.abort("a")
+    while engine.has_work:
+        events += engine.step()
+
+    # Of the step in flight nothing was told, and it is not known how far the row is.
+    found = collect(events)["a", 0]
+    assert found.tokens == truth((1, 2, 3), len(found.tokens))
+    assert store.inserted == [(1, 2)]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Stores hold what was written, where it was written, through every change of rows and size."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -17,10 +18,12 @@ from treadle_core.layers import (
     flatten,
 )
 from treadle_core.mlx_runtime.masks import Positions
+from treadle_core.mlx_runtime.recording import Call
 from treadle_core.mlx_runtime.stores import (
     AttentionStore,
     QuantisedStore,
     StateStore,
+    StateView,
     make_store,
     runs,
     scatter_rows,
@@ -495,6 +498,81 @@ class TestStates:
 
         assert copy[0].tolist() == self.state(2)[0].tolist()
         assert self.values(store, 2) == [11, 12]
+
+    def wide(self, store: StateStore, num_rows: int, num_tokens: int) -> None:
+        """A forward whose layer adds 1 to the state for each token."""
+
+        def layer(tokens: mx.array, cache: StateView) -> None:
+            cache.cache = [array + tokens.shape[1] for array in cache.cache]
+
+        view = store.batch_view(Positions([0] * num_rows, num_tokens), 64)
+        tokens = mx.zeros((num_rows, num_tokens))
+        layer(tokens, view)
+        assert view.calls is not None
+        view.calls.append(Call(layer, (tokens, view), {}))
+        store.commit(view)
+
+    @pytest.mark.parametrize("kept", [(3, 3), (1, 1), (2, 3), (3, 1), (1, 2)])
+    def test_rows_go_on_from_as_many_tokens_as_they_keep(self, kept: tuple[int, int]) -> None:
+        store = self.decoding(10, 20)
+
+        self.wide(store, 2, 3)
+        store.keep(kept)
+
+        assert self.values(store, 2) == [10 + kept[0], 20 + kept[1]]
+
+    def test_what_it_began_with_is_held_until_it_is_known_how_much_counts(self) -> None:
+        store = self.decoding(1, 2)
+        at_rest = sum(array.nbytes for array in store.arrays())
+
+        self.wide(store, 2, 3)
+        assert sum(array.nbytes for array in store.arrays()) == 2 * at_rest
+        store.keep([2, 2])
+
+        assert sum(array.nbytes for array in store.arrays()) == at_rest
+
+    def test_without_a_word_all_tokens_count(self) -> None:
+        store = self.decoding(1, 2)
+
+        self.wide(store, 2, 3)
+        self.wide(store, 2, 2)
+        store.keep([1, 2])
+
+        assert self.values(store, 2) == [1 + 3 + 1, 2 + 3 + 2]
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda store: store.close(0, (Move(1, 0, 9),), [store.read(1, 9)]),
+            lambda store: store.insert(2, store.read(0, 9)),
+            lambda store: store.write(1, store.read(0, 9)),
+            lambda store: store.batch_view(Positions([0, 0]), 64),
+        ],
+        ids=["a row leaves", "a row comes", "a row is written", "a step follows"],
+    )
+    def test_nothing_is_taken_back_behind_a_change(self, change: Any) -> None:
+        store = self.decoding(1, 2)
+        self.wide(store, 2, 3)
+
+        change(store)
+
+        with pytest.raises(AssertionError, match="there is no state to go back to"):
+            store.keep([1, 1])
+
+    @pytest.mark.parametrize("kept", [(0, 1), (1, 4)])
+    def test_a_row_keeps_at_least_one_token_and_at_most_all(self, kept: tuple[int, int]) -> None:
+        store = self.decoding(1, 2)
+        self.wide(store, 2, 3)
+
+        with pytest.raises(AssertionError, match=r"keeps [04] of 3"):
+            store.keep(kept)
+
+    def test_a_layer_that_nobody_was_seen_to_write_takes_nothing_back(self) -> None:
+        store = self.decoding(1, 2)
+        store.commit(store.batch_view(Positions([0, 0], 3), 64))
+
+        with pytest.raises(RuntimeError, match="no part of the model was seen"):
+            store.keep([1, 3])
 
 
 def test_runs_are_stretches_in_which_position_and_column_advance_together() -> None:

@@ -430,9 +430,8 @@ class Engine:
             raise Unsupported("a drafter and a controller need each other: one of them is missing")
         spec = self._runner.spec
         if self._runner.max_draft_tokens == 0:
-            raise Unsupported(
-                f"no drafts can be verified with {spec.model_type}: {why_no_drafts(spec)}"
-            )
+            why = why_no_drafts(spec) or "it was loaded for none"
+            raise Unsupported(f"no drafts can be verified with {spec.model_type}: {why}")
         return Speculation(
             drafter,
             controller,

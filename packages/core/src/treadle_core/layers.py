@@ -148,7 +148,8 @@ def layer_bytes(spec: LayerSpec, rows: int, capacity: int, slack: int) -> int:
         spec: The layer.
         rows: Allocated rows.
         capacity: Allocated tokens per row.
-        slack: Tokens that a ring holds beyond its window.
+        slack: Longest draft that rows may take back: tokens that a ring holds beyond its window.
+            Recurrent layers keep the state before a draft as well.
     """
     match spec:
         case FullAttention():
@@ -158,7 +159,7 @@ def layer_bytes(spec: LayerSpec, rows: int, capacity: int, slack: int) -> int:
             return rows * columns * heads * (key_dim + value_dim) * DTYPE_BYTES[dtype]
         case Recurrent(shapes, dtypes):
             sizes = (_product(s) * DTYPE_BYTES[d] for s, d in zip(shapes, dtypes, strict=True))
-            return rows * sum(sizes)
+            return rows * sum(sizes) * (2 if slack else 1)
         case Composite(parts):
             return sum(layer_bytes(part, rows, capacity, slack) for part in parts)
         case Opaque(bytes_per_token):
@@ -178,11 +179,12 @@ def state_layout(spec: ModelSpec) -> StateLayout:
 
 def why_no_drafts(spec: ModelSpec) -> str:
     """Why rows of a model cannot take tokens back, in one clause; empty where they can."""
-    if not spec.batched:
-        return "its rows run one at a time"
-    if any(isinstance(part, Recurrent) for layer in spec.layers for part in flatten(layer)):
-        return "it has recurrent layers, whose state cannot be taken back"
-    return ""
+    return "" if spec.batched else "its rows run one at a time"
+
+
+def is_recurrent(spec: ModelSpec) -> bool:
+    """Whether some layer keeps recurrent state."""
+    return any(isinstance(part, Recurrent) for layer in spec.layers for part in flatten(layer))
 
 
 def flatten(spec: LayerSpec) -> tuple[LayerSpec, ...]:

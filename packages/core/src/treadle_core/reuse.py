@@ -189,7 +189,10 @@ class Reuse:
         """
         known = len(sequence.prompt) + len(sequence.output)
         num = min(sequence.num_computed, known)
-        if num <= sequence.num_saved or (self._has_state and num < sequence.num_computed):
+        # A row may be further than that: its answer ended within a draft, or nobody has read how
+        # much of a draft it took. State that cannot be cut covers more than there is a key for.
+        beyond = sequence.num_drafted or num < sequence.num_computed
+        if num <= sequence.num_saved or (self._has_state and beyond):
             return None
         sequence.num_saved = num
         group, row = place

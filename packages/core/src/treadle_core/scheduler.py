@@ -261,6 +261,7 @@ class Scheduler:
             if _is_alive(sequence, epoch):
                 sampled = result.sampled.get(sequence.key, ())
                 failure = result.failures.get(sequence.key)
+                sequence.accept(len(sampled))
                 if sampled or failure is not None:
                     outcomes.append(Outcome(sequence, sampled, failure))
         return outcomes
@@ -628,6 +629,7 @@ class Scheduler:
         )
         sequence.num_computed += 1
         sequence.num_in_flight += 1
+        sequence.num_drafted = len(tokens)
         return decode
 
     def _observe(self, plan: Plan, result: StepResult) -> None:

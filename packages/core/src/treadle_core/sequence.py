@@ -31,7 +31,8 @@ class Sequence:
     """Tokens and progress of one answer.
 
     ``[0, num_computed)`` of its tokens are in the KV, counting steps that were submitted and not
-    read yet. ``num_in_flight`` sampled tokens exist on the device only.
+    read yet. ``num_in_flight`` sampled tokens exist on the device only. Behind a draft that was not
+    read yet, the KV may hold up to ``num_drafted`` tokens more.
 
     Attributes:
         request: The request it answers.
@@ -68,6 +69,7 @@ class Sequence:
     status: Status = Status.WAITING
     num_computed: int = 0
     num_in_flight: int = 0
+    num_drafted: int = 0
     num_preemptions: int = 0
     suspect: bool = False
     constraint: Any = None
@@ -121,16 +123,20 @@ class Sequence:
         return head + tuple(self.output[max(0, start - length) : stop - length])
 
     def take(self, token: int) -> None:
-        """The host has read a token that a step in flight gave, or one more of the same step.
-
-        With an accepted draft a step gives several tokens, all but the last of which it wrote.
-        """
+        """The host has read a token that a step in flight gave, or one more of the same step."""
         if self.num_in_flight:
             self.num_in_flight -= 1
-        else:
-            self.num_computed += 1
         self.output.append(token)
         self.suspect = False
+
+    def accept(self, num: int) -> None:
+        """A step with a draft was read: its forward wrote ``num`` tokens that the row keeps.
+
+        That is one for each token which it gave. They are written even where the answer ends
+        before the last of those, and then the row is further than the answer.
+        """
+        self.num_computed += max(0, num - 1)
+        self.num_drafted = 0
 
     @property
     def num_cached(self) -> int:
@@ -161,6 +167,7 @@ class Sequence:
         self.move_to(Status.WAITING)
         self.num_computed = 0
         self.num_in_flight = 0
+        self.num_drafted = 0
         self.num_saved = 0
         self.num_looks = 0
         self.epoch += 1

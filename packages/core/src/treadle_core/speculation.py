@@ -108,7 +108,10 @@ class Speculation:
         limits = self._controller.limits(rooms)
         keys = [room.key for room in rooms]
         proposals = self._drafter.propose(_rooms_of(keys, limits))
-        tokens = [proposal.tokens for proposal in proposals]
+        tokens = [
+            up_to_end(proposal.tokens, row.end_tokens)
+            for proposal, row in zip(proposals, rows, strict=True)
+        ]
         lengths = self._controller.settle(_rooms_of(keys, map(len, tokens)))
         self._note_failure()
         settled = [draft[:length] for draft, length in zip(tokens, lengths, strict=True)]
@@ -210,6 +213,12 @@ def count_equal(tokens: Sequence[int], draft: Sequence[int]) -> int:
             break
         number += 1
     return number
+
+
+def up_to_end(draft: tuple[int, ...], ends: Sequence[int]) -> tuple[int, ...]:
+    """A draft without what it has behind a token that ends the answer: nobody would get that."""
+    last = next((place for place, token in enumerate(draft) if token in ends), len(draft))
+    return draft[: last + 1]
 
 
 def _rooms_of(keys: Sequence[Key], lengths: Iterable[int]) -> list[DraftRoom]:

@@ -22,6 +22,7 @@ from treadle_core.kv_layout import KvLayout
 from treadle_core.layers import ModelSpec
 from treadle_core.mlx_runtime.adapter import TextModel, inspect
 from treadle_core.mlx_runtime.groups import RowGroup, SlotGroup, SoloGroup
+from treadle_core.mlx_runtime.recording import record_inputs
 from treadle_core.mlx_runtime.stores import AttentionStore, QuantisedStore
 from treadle_core.plan import Close, Instruction, Key, Open, Promote, Resize, Transfer
 from treadle_core.testing import zoo
@@ -52,11 +53,6 @@ PROMISED = (
 
 # Their attention wants an int offset (llama4, gpt_bigcode) or no batch in its mask (gemma2).
 SOLO = frozenset({"llama4", "gpt_bigcode", "gemma2"})
-
-# A row of theirs cannot take tokens back by lowering its length.
-RECURRENT = frozenset(
-    {"qwen3_next", "qwen3_5", "mamba2", "mamba2_hybrid", "granite_hybrid", "nemotron_h", "lfm2"}
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,6 +244,8 @@ class Driver:
             starts = [s.written for s in scripts]
             logits = self.groups[number].decode(mx.array(fed), starts)
             mx.eval(logits, self.groups[number].arrays())
+            if num_tokens > 1:
+                self.groups[number].keep(kept)
             for script, num, row in zip(scripts, kept, np.array(logits), strict=True):
                 self.compare(script, row[:num], script.written)
                 script.written += num
@@ -304,6 +302,8 @@ class Driver:
         """An empty group of the kind that the model needs."""
         if not self.spec.batched:
             return SoloGroup(self.target.model)
+        if self.slack:
+            record_inputs(self.target.model.model)
         return SlotGroup(
             self.target.model, self.spec.layers, slack=self.slack, width_step=self.width_step
         )

@@ -9,7 +9,6 @@ from treadle_core.testing import zoo
 
 from .harness import (
     POISON,
-    RECURRENT,
     SOLO,
     Driver,
     Script,
@@ -23,7 +22,6 @@ from .harness import (
 BATCHED = [family for family in zoo.FAMILIES if family not in SOLO]
 ONE_OF_EACH_KIND = ["llama", "gemma3", "gpt_oss", "deepseek_v3", "qwen3_next", "mamba2_hybrid"]
 WINDOWED = ["gemma3", "gpt_oss", "olmo3"]
-ROLLS_BACK = [family for family in BATCHED if family not in RECURRENT]
 
 
 @pytest.mark.slow
@@ -58,7 +56,7 @@ def test_rows_equal_their_own_runs_when_bytes_run_out_and_rows_start_again(famil
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ROLLS_BACK)
+@pytest.mark.parametrize("family", BATCHED)
 def test_up_to_five_tokens_per_row_of_which_each_row_keeps_some_equal_its_own_run(
     family: str,
 ) -> None:

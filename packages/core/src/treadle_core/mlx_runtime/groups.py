@@ -82,6 +82,13 @@ class RowGroup(Protocol):
         """
         ...
 
+    def keep(self, kept: Sequence[int]) -> None:
+        """Of the N tokens that :meth:`decode` just fed each row, only the first ``kept`` count.
+
+        Without it all of them do. Nothing may happen to the rows in between.
+        """
+        ...
+
     def arrays(self) -> list[mx.array]:
         """Everything that a prefill wrote, to be evaluated."""
         ...
@@ -196,6 +203,11 @@ class SlotGroup:
         logits = self._model.forward(tokens, self._nest(views), _row_inputs(starts, prompts))
         self._commit(views)
         return logits
+
+    def keep(self, kept: Sequence[int]) -> None:
+        """Lower the rows' lengths, which is for the caller; take recurrent state back."""
+        for store in self._stores:
+            store.keep(kept)
 
     def reader(self, row: int, length: int) -> "SlotReader":
         """The row's state, in parts that can be cut and parts that cannot."""
@@ -347,6 +359,10 @@ class SoloGroup:
             for row, inputs in enumerate(_row_inputs(starts, prompts))
         ]
         return mx.concatenate(rows)
+
+    def keep(self, kept: Sequence[int]) -> None:
+        """Never needed: rows of their own get no drafts."""
+        raise AssertionError("rows of their own cannot take tokens back")
 
     def reader(self, row: int, length: int) -> "SoloReader":
         """The row's own caches, whole."""

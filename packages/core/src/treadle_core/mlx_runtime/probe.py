@@ -11,17 +11,29 @@ from mlx_lm.models.cache import CacheList, QuantizedKVCache
 from msgspec.structs import replace
 
 from treadle_core.errors import Unsupported, describe
-from treadle_core.layers import Composite, FullAttention, LayerSpec, ModelSpec, Quantised, flatten
+from treadle_core.layers import (
+    Composite,
+    FullAttention,
+    LayerSpec,
+    ModelSpec,
+    Quantised,
+    flatten,
+    is_recurrent,
+)
 from treadle_core.mlx_runtime import fusing
 from treadle_core.mlx_runtime.adapter import ModelAdapter
 from treadle_core.mlx_runtime.groups import RowGroup, SlotGroup
 from treadle_core.mlx_runtime.host import pack_caches, unpack_caches
+from treadle_core.mlx_runtime.recording import record_inputs
 from treadle_core.plan import Open, Promote, Resize
 
 # Of different lengths, so that a row that takes another's position differs; the last one decodes
 # its whole prompt, from an empty row on.
 PROMPTS = ((5, 3, 7, 2, 11), (6, 4, 9), (8,))
 DECODED = (12, 10)
+# Of those and the token before them, by row; what comes then.
+KEPT = (1, 3, 2)
+NEXT = 13
 CAPACITY = 64
 STORED_TOKENS = 24
 # Half precision rounds differently in other shapes; a wrong cache is wrong by far more.
@@ -108,15 +120,13 @@ def quantised_caches(model: ModelAdapter, layers: Sequence[LayerSpec]) -> list[A
 def check_drafts(model: ModelAdapter, spec: ModelSpec) -> str:
     """What is wrong with several tokens per row in one forward, and taking some back; or nothing.
 
-    Every row is fed a draft. Then all but its first token are taken back, and rows go on from
-    there with another one.
+    Every row is fed a draft, of which each keeps another number of tokens. Then they go on with
+    another one than was drafted.
     """
     try:
         written, group = run_wide(model, spec)
         ahead = relative_difference(written, run_alone(model))
-        gone_back = relative_difference(
-            [take_back(group)], run_alone(model, tokens=(DECODED[-1],))[-1:]
-        )
+        gone_back = relative_difference([take_back(group)], [went_back(model)])
     except Exception as error:  # noqa: BLE001 — unknown models may raise anything
         return f"a forward of several tokens per row raised {describe(error)}"
     difference = max(ahead, gone_back)
@@ -172,8 +182,16 @@ def run_wide(model: ModelAdapter, spec: ModelSpec) -> tuple[list[mx.array], Slot
 
 
 def take_back(group: RowGroup) -> mx.array:
-    """Logits ``[rows, vocab]`` behind another second token than the one that was written."""
-    return _decode(group, [DECODED[-1]] * len(PROMPTS), [len(prompt) for prompt in PROMPTS])
+    """Logits ``[rows, vocab]`` of the next token behind what each row keeps."""
+    group.keep(KEPT)
+    starts = [len(prompt) - 1 + num for prompt, num in zip(PROMPTS, KEPT, strict=True)]
+    return _decode(group, [NEXT] * len(PROMPTS), starts)
+
+
+def went_back(model: ModelAdapter) -> mx.array:
+    """The same logits from each row's own run over what it keeps."""
+    runs = {num: run_alone(model, tokens=(*DECODED[: num - 1], NEXT)) for num in set(KEPT)}
+    return mx.stack([runs[num][-1][row] for row, num in enumerate(KEPT)])
 
 
 def run_together(model: ModelAdapter, spec: ModelSpec) -> list[mx.array]:
@@ -232,6 +250,8 @@ def _prefilled(
 
     With ``lazy`` the last row is still empty.
     """
+    if slack and is_recurrent(spec):
+        record_inputs(model.model)
     group = SlotGroup(model, spec.layers, slack=slack, width_step=CAPACITY)
     starts = [len(prompt) - 1 for prompt in prompts]
     group.resize(Resize(0, len(prompts), CAPACITY))

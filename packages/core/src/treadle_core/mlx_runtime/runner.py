@@ -2,16 +2,18 @@
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
-from treadle_core.layers import ModelSpec, why_no_drafts
+from treadle_core.layers import ModelSpec, is_recurrent, why_no_drafts
 from treadle_core.mlx_runtime.adapter import ModelAdapter
 from treadle_core.mlx_runtime.fingerprint import fingerprint
 from treadle_core.mlx_runtime.fusing import run_together
 from treadle_core.mlx_runtime.groups import RowGroup, SlotGroup, SoloGroup
+from treadle_core.mlx_runtime.recording import record_inputs
 from treadle_core.mlx_runtime.sampler import Choice, Sampler
 from treadle_core.mlx_runtime.verifying import DraftChoice, verify
 from treadle_core.plan import (
@@ -47,6 +49,7 @@ class SubmittedStep:
         prefill_seconds: What each chunk took that was waited for.
         stopwatch: Tells how long the step took.
         fused: Whether its last chunk and its decode went through the model together.
+        finish: Called when the tokens are there: what is left of the step to do.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class SubmittedStep:
         stopwatch: "Stopwatch",
         *,
         fused: bool = False,
+        finish: Callable[[], None] | None = None,
     ) -> None:
         self._number = number
         self._fused = fused
@@ -66,6 +70,7 @@ class SubmittedStep:
         self._stopwatch = stopwatch
         self._started = started
         self._ended: float | None = None
+        self._finish = finish
 
     def settle(self) -> None:
         """Wait for the tokens without reading them, and note when they came."""
@@ -76,6 +81,8 @@ class SubmittedStep:
     def wait(self) -> StepResult:
         """Block until the tokens are there."""
         sampled, failures = self._choice.read_rows() if self._choice else ({}, {})
+        if self._finish is not None:
+            self._finish()
         return StepResult(
             number=self._number,
             sampled=sampled,
@@ -130,6 +137,8 @@ class ModelRunner:
         self._model: ModelAdapter | None = model
         self._spec = spec
         self._slack = 0 if why_no_drafts(spec) else slack
+        if self._slack and is_recurrent(spec):
+            record_inputs(model.model)
         self._width_step = width_step or default_width_step()
         self._groups: dict[int, RowGroup] = {}
         self._sampler = Sampler(spec.vocab_size)
@@ -205,9 +214,17 @@ class ModelRunner:
             # Nothing is fed from the device behind a draft: its tokens are read first.
             self._last = choice if isinstance(choice, Choice) else None
         self._tidy(plan)
-        fused = chunk is not None
+        finish = None
+        if isinstance(choice, DraftChoice):
+            finish = partial(self._take_back, choice, plan.decodes)
         step = SubmittedStep(
-            plan.number, choice, started, prefill_seconds, self._stopwatch, fused=fused
+            plan.number,
+            choice,
+            started,
+            prefill_seconds,
+            self._stopwatch,
+            fused=chunk is not None,
+            finish=finish,
         )
         self._before = step
         return step
@@ -347,6 +364,18 @@ class ModelRunner:
             lanes.append(mx.take(mx.flatten(logits, 0, 1), mx.array(index), axis=0))
         joined = lanes[0] if len(lanes) == 1 else mx.concatenate(lanes)
         return verify(self._sampler, joined, decodes)
+
+    def _take_back(self, choice: DraftChoice, decodes: Sequence[Decode]) -> None:
+        """Leave each row with its committed tokens only, and wait for that: it is part of the step.
+
+        Whoever decides whether drafts pay must see what rejected ones cost.
+        """
+        kept = choice.num_kept()
+        for group, members in _by_group(decodes):
+            mine, kept = kept[: len(members)], kept[len(members) :]
+            if any(decode.draft for decode in members):
+                self._groups[group].keep(mine)
+                mx.eval(self._groups[group].arrays())
 
     def _attached(self, decodes: Sequence[Decode]) -> list[Any]:
         """What the model is given of each row's prompt besides tokens."""

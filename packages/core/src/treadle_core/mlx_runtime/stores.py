@@ -6,11 +6,10 @@ rows. Views of a store are what the model sees in place of its own caches, for o
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache
 
 from treadle_core.layers import (
     Composite,
@@ -24,6 +23,7 @@ from treadle_core.layers import (
 )
 from treadle_core.mlx_runtime.fusing import wait_for_other_writes
 from treadle_core.mlx_runtime.masks import Positions, kept_mask, ring_mask, row_mask, slot_mask
+from treadle_core.mlx_runtime.recording import Call, RecordedCache
 from treadle_core.plan import Move
 from treadle_core.prefix import TokenArray
 
@@ -110,6 +110,10 @@ class Store(Protocol):
         """Take over what a view's forward wrote."""
         ...
 
+    def keep(self, kept: Sequence[int]) -> None:
+        """Of the tokens that the forward just committed fed each row, only so many count."""
+        ...
+
     def arrays(self) -> list[mx.array]:
         """The buffers, to be evaluated."""
         ...
@@ -140,6 +144,10 @@ class RewrittenRows(ABC):
     def insert(self, to: int, payload: Payload) -> None:
         """Write the row."""
         self.write(to, payload)
+
+    def keep(self, kept: Sequence[int]) -> None:
+        """All that was written stays: what lies behind a row's length is overwritten."""
+        del kept
 
 
 class AttentionStore(RewrittenRows):
@@ -613,12 +621,15 @@ class QuantisedBatch(QuantisedView):
 class StateStore:
     """Recurrent state: arrays with exactly the decoding rows, and one set per prefilling row.
 
-    The whole state is rewritten by each step anyway, so a join may concatenate.
+    The whole state is rewritten by each step anyway, so a join may concatenate. What a forward of
+    several tokens began with is held until it is known how many of them count, or something else
+    happens to the rows.
     """
 
     def __init__(self, spec: Recurrent) -> None:
         self._spec = spec
         self._decoding: Payload = []
+        self._before: Before | None = None
         self._num_decoding = 0
         self._prefilling: dict[int, Payload] = {}
 
@@ -648,6 +659,7 @@ class StateStore:
         if row >= self._num_decoding:
             self._prefilling[row] = payload
             return
+        self._before = None
         for array, value in zip(self._decoding, payload, strict=True):
             array[row : row + 1] = value
 
@@ -671,6 +683,7 @@ class StateStore:
         last = self._num_decoding - 1
         self._prefilling.pop(row, None)
         if row <= last:
+            self._before = None
             if row < last:
                 self.write(row, payloads[0])
             self._decoding = [array[:last] for array in self._decoding] if last else []
@@ -692,25 +705,49 @@ class StateStore:
 
     def row_view(self, row: int, start: int) -> "StateView":
         """The prefilling row's own state."""
-        return StateView(self, self._prefilling[row], row)
+        return StateView(self._prefilling[row], row)
 
     def batch_view(self, positions: Positions, width: int) -> "StateView":
         """The decoding rows' state."""
-        return StateView(self, self._decoding, None)
+        view = StateView(self._decoding, None)
+        if positions.num_tokens > 1:
+            view.calls = []
+            self._before = Before(self._decoding, view.calls, positions.num_tokens)
+        else:
+            self._before = None
+        return view
 
     def commit(self, view: "StateView") -> None:
-        """Keep the new state; a copy, where it is a view of something longer."""
-        state = [mx.contiguous(array) for array in view.cache]
+        """Keep the new state."""
         if view.row is None:
-            self._decoding = state
+            self._decoding = view.state_arrays()
         else:
-            self._prefilling[view.row] = state
+            self._prefilling[view.row] = view.state_arrays()
+
+    def keep(self, kept: Sequence[int]) -> None:
+        """Go back to where rows were that keep less than all, and on from there.
+
+        Raises:
+            RuntimeError: No part of the model was seen to write the state.
+        """
+        before, self._before = self._before, None
+        assert before is not None, "there is no state to go back to"
+        for num, rows in before.rows_by_count(kept).items():
+            state = before.advanced(rows, num)
+            if len(rows) == self._num_decoding:
+                self._decoding = state
+            else:
+                for array, value in zip(self._decoding, state, strict=True):
+                    array[mx.array(rows)] = value
 
     def arrays(self) -> list[mx.array]:
         """All state arrays."""
-        return [*self._decoding, *(a for state in self._prefilling.values() for a in state)]
+        before = self._before.state if self._before is not None else []
+        prefilling = (array for state in self._prefilling.values() for array in state)
+        return [*self._decoding, *before, *prefilling]
 
     def _append(self, state: Payload) -> None:
+        self._before = None
         if self._num_decoding:
             pairs = zip(self._decoding, state, strict=True)
             self._decoding = [mx.concatenate(list(pair)) for pair in pairs]
@@ -719,14 +756,56 @@ class StateStore:
         self._num_decoding += 1
 
 
-class StateView(ArraysCache):
+class StateView(RecordedCache):
     """mlx-lm's own recurrent cache over a store's arrays; some models ask for its class."""
 
-    def __init__(self, store: StateStore, state: Payload, row: int | None) -> None:
+    def __init__(self, state: Payload, row: int | None) -> None:
         super().__init__(len(state))
         self.cache = list(state)
         self.row = row
-        self.store = store
+
+    def state_arrays(self) -> Payload:
+        """What a forward left; a copy, where that is a view of something longer."""
+        return [mx.contiguous(array) for array in self.cache]
+
+
+class Before:
+    """The state of decoding rows before a forward of several tokens.
+
+    Args:
+        state: It.
+        calls: The parts of the model that wrote what came after, as the forward notes them.
+        num_tokens: Tokens per row.
+    """
+
+    def __init__(self, state: Payload, calls: list[Call], num_tokens: int) -> None:
+        self.state = state
+        self._calls = calls
+        self._num_tokens = num_tokens
+
+    def rows_by_count(self, kept: Sequence[int]) -> dict[int, list[int]]:
+        """Rows that keep less than all, by how much."""
+        found: dict[int, list[int]] = {}
+        for row, num in enumerate(kept):
+            assert 0 < num <= self._num_tokens, f"row {row} keeps {num} of {self._num_tokens}"
+            if num < self._num_tokens:
+                found.setdefault(num, []).append(row)
+        return found
+
+    def advanced(self, rows: list[int], num: int) -> Payload:
+        """The state of some rows after ``num`` tokens.
+
+        All of them at once need no padding, which some models would take for tokens.
+        """
+        if not self._calls:
+            raise RuntimeError("no part of the model was seen to write recurrent state")
+        shape = (self.state[0].shape[0], self._num_tokens)
+        some = len(rows) < shape[0]
+        index = mx.array(rows)
+        view = StateView([mx.take(a, index, axis=0) if some else a for a in self.state], None)
+        for call in self._calls:
+            call.again(view, shape, rows, num)
+        return view.state_arrays()
 
 
 class CompositeView:

@@ -89,6 +89,11 @@ class DraftChoice:
         """Everything to evaluate."""
         return [*self._choice.arrays(), self._verdict.tokens]
 
+    def num_kept(self) -> list[int]:
+        """Wait for the tokens; how many of those that were fed each row are its own from now on."""
+        kept: Any = mx.sum(self._verdict.tokens != PADDING, axis=1).tolist()
+        return kept
+
     def read_rows(self) -> tuple[dict[Key, tuple[Sampled, ...]], dict[Key, str]]:
         """Wait for the tokens; the tokens of each row, and failures after them."""
         kept: Any = self._verdict.tokens.tolist()

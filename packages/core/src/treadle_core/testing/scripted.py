@@ -128,10 +128,14 @@ def strictly() -> Generator[None]:
 
 @dataclass
 class Answering:
-    """One joined answer: what it brought, and the tokens that its row must hold in the end."""
+    """One joined answer: what it brought, and the tokens that its row must hold in the end.
+
+    The row holds the first ``written`` of them, and state that cannot be cut covers those.
+    """
 
     setup: RowSetup
     tokens: list[int]
+    written: int = 0
 
     @property
     def num_output(self) -> int:
@@ -413,6 +417,7 @@ class ScriptedRunner:
         expected = self._answering[prefill.key].tokens[prefill.start : stop]
         assert list(prefill.tokens) == expected, f"{prefill.key}: wrong tokens in {prefill}"
         group.write(prefill.row, prefill.start, prefill.tokens)
+        self._answering[prefill.key].written = stop
 
     def _restore(self, restore: Restore) -> None:
         assert self._store is not None, f"no store: {restore}"
@@ -426,14 +431,19 @@ class ScriptedRunner:
         assert len(self._answering[restore.key].tokens) > restore.num_tokens, "nothing is left"
         assert tokens == expected, f"{restore} brings {tokens}, not {expected}"
         group.write(restore.row, 0, tuple(tokens))
+        self._answering[restore.key].written = restore.num_tokens
 
     def _save(self, save: Save) -> None:
         assert self._store is not None, f"no store: {save}"
         tokens = list(save.prefix.tokens)
         # One that leaves, or one that joined under the same key.
         known = [self._leaving.get(save.key), self._answering.get(save.key)]
-        expected = [each.tokens[: len(tokens)] for each in known if each is not None]
+        rows = [each for each in known if each is not None]
+        expected = [each.tokens[: len(tokens)] for each in rows]
         assert tokens in expected, f"wrong tokens: {save}, not {expected}"
+        if self._layout.has_state:
+            written = [each.written for each in rows]
+            assert len(tokens) in written, f"{save} of a row that is {written} tokens far"
         found = self._groups[save.group].read(save.row, len(tokens))
         assert found == tokens, f"{save} from a row that holds {found}"
         self._store.insert(save.prefix, TokenRow(self._layout, tokens), save.generation)
@@ -462,6 +472,7 @@ class ScriptedRunner:
             answering = self._answering[decode.key]
             self._feed(decode, answering, widths[decode.group])
             tokens, why = self._choose_along(answering, decode.draft)
+            answering.written = len(answering.tokens) - 1
             if tokens:
                 sampled[decode.key] = tuple(_report(answering.setup, token) for token in tokens)
             if why is not None:
