@@ -20,7 +20,7 @@ from treadle_core.mlx_runtime.acceptance import (
     Verdict,
     accept_equal,
     accept_residual,
-    choose,
+    accept_unverified,
     gumbel,
     tagged,
     uniform,
@@ -343,14 +343,25 @@ def one_row(logits: Any, draft: list[int], draft_logits: Any, seed: int) -> Verd
     )
 
 
-def test_rules_can_be_chosen_by_row() -> None:
-    one = Verdict(ids([1, 1]), ids([[1, 2], [1, 2]]))
-    other = Verdict(ids([0, 0]), ids([[3, PADDING], [3, PADDING]]))
+class TestUnverified:
+    def test_what_was_drafted_is_kept_whatever_the_row_chose(self) -> None:
+        choices = ids([[1, 2, 3], [1, 2, 3], [1, 2, 3]])
+        drafts = ids([[7, 8], [7, 8], [7, 8]])
 
-    verdict = choose(mx.array([True, False]), one, other)
+        verdict = accept_unverified(choices, drafts, ids([2, 1, 0]))
 
-    assert lists(verdict.accepted) == [1, 0]
-    assert lists(verdict.tokens) == [[1, 2], [3, PADDING]]
+        assert lists(verdict.accepted) == [2, 1, 0]
+        assert lists(verdict.tokens) == [[7, 8, 3], [7, 2, PADDING], [1, PADDING, PADDING]]
+
+    def test_a_row_fails_where_it_can_choose_nothing(self) -> None:
+        choices = ids([[1, NOT_FINITE, 3], [NOTHING_ALLOWED, 2, 3]])
+
+        verdict = accept_unverified(choices, ids([[7, 8], [7, 8]]), ids([2, 2]))
+
+        assert lists(verdict.tokens) == [
+            [7, NOT_FINITE, PADDING],
+            [NOTHING_ALLOWED, PADDING, PADDING],
+        ]
 
 
 # Statistics: rows that each answer with three tokens of a model whose next token depends on the
@@ -554,7 +565,11 @@ def as_if_guessed(
     certain = mx.where(mx.arange(VOCAB)[None, None] == drafts[:, :, None], 0.0, NEVER)
     kept = accept_residual(logits, drafts, lengths, draft_logits, *rest)
     other = accept_residual(logits, drafts, lengths, certain, *rest)
-    return choose(kept.accepted > other.accepted, kept, other)
+    first = kept.accepted > other.accepted
+    return Verdict(
+        mx.where(first, kept.accepted, other.accepted),
+        mx.where(first[:, None], kept.tokens, other.tokens),
+    )
 
 
 def drawn_with_the_coin(

@@ -205,6 +205,29 @@ def test_a_chunk_that_something_else_follows_goes_alone(model: TextModel) -> Non
     assert tokens_of(result) == [{"a": zoo.greedy(model.model, FIRST, 1)[0]}]
 
 
+def test_rows_are_fed_as_many_known_tokens_as_they_lack(
+    model: TextModel, runner: ModelRunner
+) -> None:
+    """One row lacks three tokens and one lacks one; both go on from the device."""
+    runner = ModelRunner(model, runner.spec, slack=2)
+    opened = (Resize(0, 2, 64), Open(0, 0), prefill(A, 0, 0, FIRST[:-3]), Promote(0, 0, 0, 9, 0))
+    second = (Open(0, 1), prefill(B, 0, 1, SECOND[:-1]), Promote(0, 1, 1, 6, 0))
+    fed = Decode(key=A, group=0, row=0, start=9, num_output=-2, token=FIRST[9], more=FIRST[10:])
+    plan = Plan(
+        number=1,
+        joins=(setup(A, FIRST), setup(B, SECOND)),
+        work=(*opened, *second),
+        decodes=(fed, decode(B, 0, 1, 6, SECOND[-1])),
+    )
+    then = Plan(number=2, decodes=(decode(A, 0, 0, 12, None), decode(B, 0, 1, 7, None)))
+
+    steps = [runner.submit(plan), runner.submit(then)]
+    found = tokens_of(*(step.wait() for step in steps))
+
+    expected = [zoo.greedy(model.model, prompt, 2) for prompt in (FIRST, SECOND)]
+    assert found == [{"a": a, "b": b} for a, b in zip(*expected, strict=True)]
+
+
 def test_a_step_tells_its_number_and_how_long_it_took(runner: ModelRunner) -> None:
     result = runner.submit(two_groups(number=17)).wait()
 

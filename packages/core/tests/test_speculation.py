@@ -7,6 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from treadle_core import Completion, Engine, Request, SamplingParams, Unsupported, collect
+from treadle_core.drafting import PENDING, DraftRoom, Proposal
 from treadle_core.layers import ModelSpec, Recurrent
 from treadle_core.testing import (
     SMALL_SPEC,
@@ -51,6 +52,7 @@ def engine_of(
     *,
     longest: int = 3,
     store: RecordingStore | None = None,
+    **options: Any,
 ) -> Engine:
     clock = ManualClock(5.0)
     runner = ScriptedRunner(
@@ -68,6 +70,7 @@ def engine_of(
         drafter=drafter,
         controller=controller,
         store=store,
+        **options,
     )
 
 
@@ -221,3 +224,67 @@ def test_nobody_counts_drafts_where_nobody_drafts() -> None:
     assert found.usage is not None
     assert found.usage.drafts is None
     assert engine.stats().drafts is None
+
+
+def test_a_lossy_engine_says_what_was_drafted_and_that_it_does() -> None:
+    engine = engine_of(WrongDrafter(truth), Rhythm(3, True), lossy=True)
+
+    found = answer(engine, 9)
+
+    assert found.tokens != truth((1, 2, 3), 9)
+    stats = engine.stats()
+    assert stats.lossy
+    assert stats.drafter == "oracle"
+    assert stats.drafts is not None
+    assert stats.drafts.accepted == stats.drafts.attempted == stats.drafts.lossy == 6
+    assert found.usage is not None
+    assert found.usage.drafts is not None
+    assert found.usage.drafts.lossy == 6
+
+
+def test_an_engine_is_not_lossy_by_accident() -> None:
+    engine = engine_of(WrongDrafter(truth), Rhythm(3, True))
+
+    found = answer(engine, 9)
+
+    assert found.tokens == truth((1, 2, 3), 9)
+    stats = engine.stats()
+    assert not stats.lossy
+    assert stats.drafts is not None
+    assert stats.drafts.lossy == 0
+    assert not any(plan.lossy for plan in engine_plans(engine))
+    with pytest.raises(Unsupported, match="lossy means nothing without a drafter"):
+        engine_of(None, None, lossy=True)
+
+
+def engine_plans(engine: Engine) -> list[Any]:
+    runner: Any = engine._runner
+    return runner.plans
+
+
+class Slow(OracleDrafter):
+    """Has to read a row before it can draft for it: three times it is asked in vain."""
+
+    def __init__(self) -> None:
+        super().__init__(truth)
+        self._left = 3
+
+    def propose(self, rooms: Sequence[DraftRoom]) -> list[Proposal]:
+        self._left -= 1
+        return super().propose(rooms) if self._left < 0 else [PENDING] * len(rooms)
+
+
+def test_a_row_that_the_drafter_still_reads_decodes_plainly() -> None:
+    controller = Rhythm(3, True)
+    engine = engine_of(Slow(), controller)
+
+    found = answer(engine, 12)
+
+    assert found.tokens == truth((1, 2, 3), 12)
+    assert found.usage is not None
+    assert found.usage.drafts is not None
+    assert found.usage.drafts.bypassed["pending"] == 3
+    assert [row.pending for step in controller.steps for row in step.rows][:4] == [
+        *[True] * 3,
+        False,
+    ]

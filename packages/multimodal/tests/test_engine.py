@@ -172,7 +172,7 @@ def test_an_engine_with_drafts_gives_the_same_answers(
     engine, loaded_model = open_engine(
         ModelOptions(model=str(zoo.save_checkpoint(family, tmp_path))),
         memory_utilization=0.5,
-        make_drafting=lambda: (kind(continuation(family)), SteadyController(3)),
+        make_drafting=lambda: (lambda loaded: kind(continuation(family)), SteadyController(3)),
         load_model=load_model,
     )
 

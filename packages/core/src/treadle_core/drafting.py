@@ -14,13 +14,14 @@ Nothing here touches arrays; :mod:`treadle_core.mlx_runtime.acceptance` is the p
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from treadle_core.errors import describe
 from treadle_core.events import BypassReason, DraftCounters
+from treadle_core.layers import ModelSpec
 from treadle_core.plan import Key, RowSetup
 
 T = TypeVar("T")
@@ -36,27 +37,23 @@ class DraftRoom(Struct, frozen=True):
 class Proposal(Struct, frozen=True):
     """What a row's next tokens might be.
 
-    Without ``logits`` a draft is a plain guess: a row keeps the part of it that equals what the
-    row samples anyway, so that its output is that of plain decoding, token for token. It may be cut
-    short for any reason.
-
-    With ``logits`` the tokens were *drawn*, each from the distribution that its logits describe,
-    and with the noise of :data:`~treadle_core.mlx_runtime.acceptance.DRAFT`; the row then keeps
-    more of them, and its output has the model's distribution. Whether to draw another token must
-    be decided before it is drawn: leaving one out because of what it turned out to be changes the
-    distribution that the rest come from, and the output would be wrong.
+    A guess: the row keeps the part of it that equals what the row samples anyway, so that its
+    output is that of plain decoding, token for token. It may be cut short for any reason. Whoever
+    *draws* a guess does best with the row's own noise, as
+    :mod:`treadle_core.mlx_runtime.acceptance` says.
 
     Attributes:
         tokens: The draft; empty where there is none.
-        logits: ``[len(tokens), vocab]`` that the tokens were drawn from (the row's temperature
-            applied, not necessarily normalised), on the host or on the device; None for a guess.
+        pending: Whether the drafter works on the row and cannot draft for it yet: it is worth
+            asking again.
     """
 
     tokens: tuple[int, ...] = ()
-    logits: Any = None
+    pending: bool = False
 
 
 NO_PROPOSAL = Proposal()
+PENDING = Proposal(pending=True)
 
 
 class Verified(Struct, frozen=True, kw_only=True):
@@ -68,12 +65,14 @@ class Verified(Struct, frozen=True, kw_only=True):
         accepted: Those of them that are part of the answer now.
         tokens: All tokens that the step added to the answer: the accepted ones, then usually one
             that the model chose itself. Fewer where the answer ended among them.
+        pending: Whether the drafter was asked, and still works on the row.
     """
 
     key: Key
     drafted: int
     accepted: int
     tokens: tuple[int, ...]
+    pending: bool = False
 
 
 class VerifiedStep(Struct, frozen=True, kw_only=True):
@@ -98,7 +97,7 @@ class Drafter(Protocol):
     """Guesses the next tokens of rows. Used from the engine's thread alone.
 
     Deterministic: the same calls get the same answers, and a row's proposals do not depend on the
-    rows beside it. It ought not to raise; one that does is switched off for good
+    rows beside it, but for when they begin. It ought not to raise; one that does is switched off for good
     (:class:`GuardedDrafter`) and the rows decode plainly.
     """
 
@@ -141,6 +140,26 @@ class Drafter(Protocol):
         ...
 
 
+@runtime_checkable
+class TakesMemory(Protocol):
+    """A drafter whose rows have live KV of their own, which the engine's budget pays for."""
+
+    def take_share(self, budget_bytes: int, spec: ModelSpec) -> int:
+        """Take its part of the bytes for live KV, once, before any row joins.
+
+        Args:
+            budget_bytes: For both.
+            spec: The engine's model.
+
+        Returns:
+            What is left for the engine.
+
+        Raises:
+            Unsupported: It is too little.
+        """
+        ...
+
+
 class DraftController(Protocol):
     """Decides how many tokens are drafted and verified. Asking it changes nothing."""
 
@@ -177,8 +196,13 @@ class DraftController(Protocol):
         ...
 
 
-def count(verified: Verified) -> DraftCounters:
-    """The counters of one verification; nothing where nothing was drafted."""
+def count(verified: Verified, *, lossy: bool = False) -> DraftCounters:
+    """The counters of one verification; nothing where nothing was drafted.
+
+    Args:
+        verified: It.
+        lossy: Whether the draft was kept unverified.
+    """
     if verified.drafted == 0:
         return DraftCounters()
     return DraftCounters(
@@ -186,6 +210,7 @@ def count(verified: Verified) -> DraftCounters:
         attempted=verified.drafted,
         accepted=verified.accepted,
         committed=len(verified.tokens),
+        lossy=verified.accepted if lossy else 0,
     )
 
 
@@ -297,13 +322,9 @@ class GuardedDrafter:
         return list(proposals)
 
     def _check(self, proposal: Proposal, room: DraftRoom) -> None:
-        tokens, logits = proposal.tokens, proposal.logits
+        tokens = proposal.tokens
         if len(tokens) > room.most:
             raise ValueError(f"{len(tokens)} tokens were drafted, at most {room.most} were asked")
         for token in tokens:
             if not 0 <= token < self._vocab_size:
                 raise ValueError(f"token {token} was drafted, ids are below {self._vocab_size}")
-        if logits is not None and tuple(logits.shape) != (len(tokens), self._vocab_size):
-            raise ValueError(
-                f"{len(tokens)} tokens were drafted with logits of shape {tuple(logits.shape)}"
-            )

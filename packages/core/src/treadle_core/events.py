@@ -18,11 +18,11 @@ class TokenLogprob(Struct, frozen=True, array_like=True):
     logprob: float
 
 
-BypassReason = Literal["off", "no_draft", "no_room", "unsupported", "failed"]
+BypassReason = Literal["off", "no_draft", "pending", "no_room", "unsupported", "failed"]
 """Why a row decoded a step without a draft although speculation is configured.
 
 ``off``: the controller found that it does not pay. ``no_draft``: the drafter had nothing to
-propose. ``no_room``: the row is about to end, or its buffer is full. ``unsupported``: the row or
+propose. ``pending``: the drafter has not read all of the row yet. ``no_room``: the row is about to end, or its buffer is full. ``unsupported``: the row or
 the model has something that cannot be verified or taken back. ``failed``: the drafter was switched
 off because it raised.
 """
@@ -38,6 +38,8 @@ class DraftCounters(Struct, frozen=True, kw_only=True):
         committed: All tokens that these forwards added to the answer.
         bypassed: Forwards of a row without a draft, by reason.
         failures: Drafters switched off because they raised.
+        lossy: Accepted draft tokens that the model was not asked about; always 0, unless the engine
+            was told to be lossy.
     """
 
     verifications: int = 0
@@ -46,6 +48,7 @@ class DraftCounters(Struct, frozen=True, kw_only=True):
     committed: int = 0
     bypassed: dict[BypassReason, int] = {}
     failures: int = 0
+    lossy: int = 0
 
     @property
     def rejected(self) -> int:
@@ -74,6 +77,7 @@ class DraftCounters(Struct, frozen=True, kw_only=True):
             committed=self.committed + other.committed,
             bypassed=bypassed,
             failures=self.failures + other.failures,
+            lossy=self.lossy + other.lossy,
         )
 
 

@@ -141,6 +141,17 @@ class Decode(Struct, frozen=True, kw_only=True):
     ``token`` is None when the token was sampled in the step before and not read yet; a step with a
     draft knows all of its tokens. One forward of a group is as wide as its longest draft: its other
     rows are padded, and what that leaves behind a row's tokens is overwritten later.
+
+    Attributes:
+        key: The answer.
+        group: Its group.
+        row: Its row there.
+        start: Position of ``token``.
+        num_output: Tokens of the answer, ``token`` included.
+        token: What is fed.
+        draft: What may follow it; each row keeps as much as it chooses itself.
+        more: What does follow it, known like ``token`` and fed with it. The row samples behind all
+            of it. Only in steps without drafts.
     """
 
     key: Key
@@ -150,6 +161,7 @@ class Decode(Struct, frozen=True, kw_only=True):
     num_output: int
     token: int | None
     draft: tuple[int, ...] = ()
+    more: tuple[int, ...] = ()
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -161,6 +173,7 @@ class Plan(Struct, frozen=True, kw_only=True):
         joins: Sampling state of the answers that join.
         work: Changes of rows and buffers, and prefill chunks, in the order that they rely on.
         decodes: Rows that sample: all decoding rows, ordered by group and row.
+        lossy: Keep its drafts unverified, as far as no mask forbids them.
     """
 
     number: int
@@ -168,6 +181,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     joins: tuple[RowSetup, ...] = ()
     work: tuple["Instruction | Prefill", ...] = ()
     decodes: tuple[Decode, ...] = ()
+    lossy: bool = False
 
     @property
     def prefills(self) -> tuple[Prefill, ...]:

@@ -26,11 +26,13 @@ class Asked(Struct, frozen=True, kw_only=True):
     Attributes:
         offered: Draft tokens that it had for each row.
         drafts: As much of them as is to be verified, for rows that have any.
+        pending: Rows that it still works on.
         seconds: What that took.
     """
 
     offered: Mapping[Key, int]
     drafts: Mapping[Key, tuple[int, ...]]
+    pending: frozenset[Key]
     seconds: float
 
 
@@ -43,6 +45,7 @@ class Speculation:
         longest: The longest draft that the runner verifies.
         vocab_size: Draft tokens are below this.
         clock: Time.
+        lossy: Whether drafts are kept unverified.
     """
 
     def __init__(
@@ -53,11 +56,13 @@ class Speculation:
         longest: int,
         vocab_size: int,
         clock: Clock,
+        lossy: bool = False,
     ) -> None:
         self._drafter = GuardedDrafter(drafter, vocab_size)
         self._controller = controller
         self._longest = longest
         self._clock = clock
+        self._lossy = lossy
         self._tally = DraftTally()
         self._joined: set[Key] = set()
         self._failure: str | None = None
@@ -66,6 +71,16 @@ class Speculation:
     def failure(self) -> str | None:
         """Why the drafter was switched off; None while it works."""
         return self._failure
+
+    @property
+    def name(self) -> str:
+        """What the drafter is called."""
+        return self._drafter.name
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that the drafter holds for rows."""
+        return self._drafter.held_bytes
 
     @property
     def total(self) -> DraftCounters:
@@ -114,10 +129,12 @@ class Speculation:
         ]
         lengths = self._controller.settle(_rooms_of(keys, map(len, tokens)))
         self._note_failure()
+        pairs = zip(keys, proposals, strict=True)
         settled = [draft[:length] for draft, length in zip(tokens, lengths, strict=True)]
         return Asked(
             offered=dict(zip(keys, map(len, tokens), strict=True)),
             drafts={key: draft for key, draft in zip(keys, settled, strict=True) if draft},
+            pending=frozenset(key for key, proposal in pairs if proposal.pending),
             seconds=self._clock.now() - started,
         )
 
@@ -137,9 +154,10 @@ class Speculation:
             drafted=len(decode.draft),
             accepted=count_equal(taken, decode.draft),
             tokens=tuple(taken),
+            pending=asked is not None and row.key in asked.pending,
         )
         if decode.draft:
-            self._tally.add(row.key, count(verified))
+            self._tally.add(row.key, count(verified, lossy=self._lossy))
         else:
             self._tally.bypass(row.key, self._reason(row, decode, asked))
         return verified
@@ -197,6 +215,8 @@ class Speculation:
             return "off"
         if row.key in asked.drafts:
             return "no_room"
+        if row.key in asked.pending:
+            return "pending"
         return "off" if asked.offered[row.key] else "no_draft"
 
     def _note_failure(self) -> None:

@@ -79,24 +79,41 @@ class TextModel:
     Args:
         model: An mlx-lm model (or anything called as ``model(tokens, cache=caches)``).
         make_cache: Makes its own caches for one row; mlx-lm's by default.
+        vocab_size: How many logits it is to give, where that is not the model's own number: what
+            it has more is cut off, what it has less can never be chosen.
     """
 
     def __init__(
-        self, model: nn.Module, make_cache: Callable[[nn.Module], list[Any]] = make_prompt_cache
+        self,
+        model: nn.Module,
+        make_cache: Callable[[nn.Module], list[Any]] = make_prompt_cache,
+        *,
+        vocab_size: int | None = None,
     ) -> None:
         self.model = model
         self._make_cache = make_cache
+        self._vocab_size = vocab_size
 
     def forward(
         self, tokens: mx.array, caches: list[Any], rows: Sequence[RowInput] = ()
     ) -> mx.array:
         """Logits ``[B, N, vocab]`` of ``tokens [B, N]``, lazily; the caches advance."""
         del rows
-        return self.model(tokens, cache=caches)
+        logits = self.model(tokens, cache=caches)
+        return logits if self._vocab_size is None else resized(logits, self._vocab_size)
 
     def new_cache(self) -> list[Any]:
         """The model's own caches for one row."""
         return self._make_cache(self.model)
+
+
+def resized(logits: mx.array, vocab_size: int) -> mx.array:
+    """``logits [..., n]`` of ``vocab_size`` tokens; those that are missing have no chance."""
+    missing = vocab_size - logits.shape[-1]
+    if missing <= 0:
+        return logits[..., :vocab_size]
+    widths = [(0, 0)] * (logits.ndim - 1) + [(0, missing)]
+    return mx.pad(logits, widths, constant_values=-float("inf"))
 
 
 def context_length(config: dict[str, Any]) -> int:

@@ -113,6 +113,38 @@ def load(options: ModelOptions, *, max_draft_tokens: int = 0) -> LoadedModel:
     return LoadedModel(model_name(reference), runner, ModelTokenizer(tokenizer, config), config)
 
 
+def load_draft_model(
+    model: str, *, vocab_size: int, max_draft_tokens: int
+) -> tuple[LoadedModel, int]:
+    """Load a small model that guesses what a large one will say, on the thread that owns both.
+
+    Args:
+        model: What to load, as :class:`ModelOptions` have it.
+        vocab_size: Logits of the large model: both sample from as many, so that the same noise
+            gives both the same token where they agree.
+        max_draft_tokens: How many tokens are drafted at once.
+
+    Returns:
+        The model, and how many token ids it can be fed: those below.
+
+    Raises:
+        ModelLoadError: The checkpoint cannot be used.
+        Unsupported: Rows of it cannot take tokens back.
+    """
+    network, tokenizer, config = read_checkpoint(model, ModelOptions(model=model))
+    try:
+        runner = make_runner(network, config, slack=max_draft_tokens)
+        known = runner.spec.vocab_size
+        if known != vocab_size:
+            runner = make_runner(network, config, slack=max_draft_tokens, vocab_size=vocab_size)
+    except TreadleError:
+        raise
+    except Exception as error:
+        raise ModelLoadError(model, f"it does not run ({describe(error)})") from error
+    loaded = LoadedModel(model_name(model), runner, ModelTokenizer(tokenizer, config), config)
+    return loaded, known
+
+
 def make_runner(
     model: nn.Module,
     config: dict[str, Any],
@@ -121,6 +153,7 @@ def make_runner(
     kv_bits: int | None = None,
     kv_group_size: int = 64,
     slack: int = 0,
+    vocab_size: int | None = None,
 ) -> ModelRunner:
     """A runner for an mlx-lm model: inspects its layers and proves that its rows may share.
 
@@ -131,6 +164,7 @@ def make_runner(
         kv_bits: Bits of a number of live KV; None does not quantise.
         kv_group_size: Numbers that share a scale.
         slack: Longest draft that is to be verified: tokens that a row may take back.
+        vocab_size: How many logits to sample from; None takes the model's own number.
 
     Raises:
         Unsupported: ``max_kv_size`` or ``kv_bits`` cannot be honoured, or drafts give wrong
@@ -150,7 +184,10 @@ def make_runner(
         spec = quantised(spec, kv_bits, kv_group_size)
         check_quantising(text, spec)
     fuses = check_fusing(text, spec)
-    return ModelRunner(text, check_storing(text, spec), slack=slack, config=config, fuses=fuses)
+    spec = check_storing(text, spec)
+    if vocab_size is not None and vocab_size != spec.vocab_size:
+        text, spec = TextModel(model, vocab_size=vocab_size), replace(spec, vocab_size=vocab_size)
+    return ModelRunner(text, spec, slack=slack, config=config, fuses=fuses)
 
 
 def draft_limit(model: ModelAdapter, spec: ModelSpec, config: dict[str, Any], most: int) -> int:

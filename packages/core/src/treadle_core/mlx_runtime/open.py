@@ -15,6 +15,9 @@ from treadle_core.ports import Observer, PrefixStore
 
 logger = logging.getLogger("treadle")
 
+MakeDrafter = Callable[[LoadedModel], Drafter]
+"""Makes who drafts for a model that was loaded."""
+
 
 class ModelLoader(Protocol):
     """Loads a model on the calling thread, as :func:`~treadle_core.mlx_runtime.load.load` does."""
@@ -31,7 +34,8 @@ def open_engine(
     memory_utilization: float = 0.9,
     observers: Sequence[Observer] = (),
     make_store: Callable[[], PrefixStore | None] | None = None,
-    make_drafting: Callable[[], tuple[Drafter, DraftController]] | None = None,
+    make_drafting: Callable[[], tuple[MakeDrafter, DraftController]] | None = None,
+    lossy: bool = False,
     load_model: ModelLoader = load,
 ) -> tuple[Engine, LoadedModel]:
     """Load a model and make an engine over it, both owned by the calling thread.
@@ -45,8 +49,10 @@ def open_engine(
         make_store: Makes the engine's prefix store, or none. It is called here, because a store
             belongs to the engine's thread, and before the model is loaded, so that one that cannot
             be made is told at once; if anything fails after it, the store is closed.
-        make_drafting: Makes who drafts and who decides how much, on the engine's thread too; None
-            decodes one token at a time.
+        make_drafting: Makes who decides how much is drafted, before the model is loaded, and what
+            makes who drafts, once it is; both on the engine's thread. None decodes one token at
+            a time.
+        lossy: Keep drafts without verifying them: answers are then not the model's own.
         load_model: Loads it; another package may know models that this one does not.
 
     Raises:
@@ -58,7 +64,7 @@ def open_engine(
         store = make_store() if make_store is not None else None
         if store is not None:
             undo.callback(store.close)
-        drafter, controller = make_drafting() if make_drafting is not None else (None, None)
+        make_drafter, controller = make_drafting() if make_drafting is not None else (None, None)
         wire_memory()
         longest = controller.max_tokens if controller is not None else 0
         loaded = load_model(options or ModelOptions(), max_draft_tokens=longest)
@@ -68,6 +74,7 @@ def open_engine(
             logger.warning("%s: no prompt is reused", loaded.name)
             store.close()
             store = None
+        drafter = make_drafter(loaded) if make_drafter is not None else None
         if config.kv_memory_bytes is None:
             config = replace(config, kv_memory_bytes=kv_budget(memory_utilization))
         engine = Engine(
@@ -78,6 +85,9 @@ def open_engine(
             store=store,
             drafter=drafter,
             controller=controller,
+            lossy=lossy,
         )
+        if lossy:
+            logger.warning("%s: lossy: answers are not the model's own", loaded.name)
         undo.pop_all()
         return engine, loaded

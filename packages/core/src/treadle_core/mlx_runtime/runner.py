@@ -2,13 +2,15 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
+from msgspec.structs import replace
 
 from treadle_core.layers import ModelSpec, is_recurrent, why_no_drafts
+from treadle_core.mlx_runtime.acceptance import Accept, accept_equal
 from treadle_core.mlx_runtime.adapter import ModelAdapter
 from treadle_core.mlx_runtime.fingerprint import fingerprint
 from treadle_core.mlx_runtime.fusing import run_together
@@ -121,6 +123,7 @@ class ModelRunner:
         width_step: Granularity of attention width; None chooses by device.
         config: The checkpoint's config, as far as it decides what is computed.
         fuses: Whether a chunk may go through the model together with decoding rows.
+        accept: Which rule keeps drafts.
     """
 
     def __init__(
@@ -132,6 +135,7 @@ class ModelRunner:
         width_step: int | None = None,
         config: Mapping[str, Any] | None = None,
         fuses: bool = False,
+        accept: Accept = accept_equal,
     ) -> None:
         self._fuses = fuses
         self._model: ModelAdapter | None = model
@@ -148,6 +152,7 @@ class ModelRunner:
         self._num_steps = 0
         self._prefixes: PrefixStore | None = None
         self._config = dict(config or {})
+        self._accept = accept
         self._attachments: dict[Key, Any] = {}
 
     @property
@@ -203,7 +208,7 @@ class ModelRunner:
         if chunk is not None:
             choice = self._decode_beside(chunk, plan.decodes)
         else:
-            choice = self._decode(plan.decodes) if plan.decodes else None
+            choice = self._decode(plan.decodes, lossy=plan.lossy) if plan.decodes else None
         if choice is not None:
             # Buffers too: what the logits do not depend on would otherwise stay lazy for ever.
             used = {decode.group for decode in plan.decodes}
@@ -328,12 +333,18 @@ class ModelRunner:
 
         The chunk's row may be among those that decode: in every layer its KV is written first.
         """
-        _, choice = run_together(lambda: self._write(chunk), lambda: self._decode(decodes))
+        _, choice = run_together(
+            lambda: self._write(chunk), lambda: self._decode(decodes, lossy=False)
+        )
         return choice
 
-    def _decode(self, decodes: Sequence[Decode]) -> Choice | DraftChoice:
+    def _decode(self, decodes: Sequence[Decode], *, lossy: bool) -> Choice | DraftChoice:
         if any(decode.draft for decode in decodes):
-            return self._verify(decodes)
+            drafted = self._forward_wide(decodes, lambda decode: range(1 + len(decode.draft)))
+            return verify(self._sampler, drafted, decodes, accept=self._accept, lossy=lossy)
+        if any(decode.more for decode in decodes):
+            behind = self._forward_wide(decodes, lambda decode: (len(decode.more),))
+            return self._sampler.choose(behind, [_behind(decode) for decode in decodes])
         tokens = self._feed(decodes)
         logits: list[mx.array] = []
         begin = 0
@@ -347,9 +358,19 @@ class ModelRunner:
         joined = logits[0] if len(logits) == 1 else mx.concatenate(logits)
         return self._sampler.choose(joined, decodes)
 
-    def _verify(self, decodes: Sequence[Decode]) -> DraftChoice:
-        """One forward per group over its rows' tokens and drafts, padded to the longest."""
-        lanes: list[mx.array] = []
+    def _forward_wide(
+        self, decodes: Sequence[Decode], places: Callable[[Decode], Iterable[int]]
+    ) -> mx.array:
+        """One forward per group over all that its rows are fed, padded to the longest.
+
+        Args:
+            decodes: The rows.
+            places: Which of a row's places are wanted.
+
+        Returns:
+            Logits ``[wanted places, vocab]``, row by row.
+        """
+        found: list[mx.array] = []
         for group, members in _by_group(decodes):
             fed = padded([_fed(decode) for decode in members])
             starts = [decode.start for decode in members]
@@ -359,11 +380,10 @@ class ModelRunner:
             index = [
                 row * width + place
                 for row, decode in enumerate(members)
-                for place in range(1 + len(decode.draft))
+                for place in places(decode)
             ]
-            lanes.append(mx.take(mx.flatten(logits, 0, 1), mx.array(index), axis=0))
-        joined = lanes[0] if len(lanes) == 1 else mx.concatenate(lanes)
-        return verify(self._sampler, joined, decodes)
+            found.append(mx.take(mx.flatten(logits, 0, 1), mx.array(index), axis=0))
+        return found[0] if len(found) == 1 else mx.concatenate(found)
 
     def _take_back(self, choice: DraftChoice, decodes: Sequence[Decode]) -> None:
         """Leave each row with its committed tokens only, and wait for that: it is part of the step.
@@ -422,8 +442,15 @@ def padded(rows: list[list[int]]) -> list[list[int]]:
 
 
 def _fed(decode: Decode) -> list[int]:
-    assert decode.token is not None, "a step with drafts knows all of its tokens"
-    return [decode.token, *decode.draft]
+    assert decode.token is not None, "a wide step knows all of its tokens"
+    assert not (decode.draft and decode.more), "a draft behind more than one token"
+    return [decode.token, *decode.more, *decode.draft]
+
+
+def _behind(decode: Decode) -> Decode:
+    """The same row when all but the last of its known tokens are written."""
+    num = len(decode.more)
+    return replace(decode, start=decode.start + num, num_output=decode.num_output + num)
 
 
 def _by_group(decodes: Sequence[Decode]) -> list[tuple[int, list[Decode]]]:

@@ -142,7 +142,7 @@ class Choice:
         self.batch = batch
         self.tokens = tokens
         self.report = report
-        self._failures = failures
+        self.failures = failures
         self._logprobs: mx.array | None = None
         self._top: tuple[mx.array, mx.array] | None = None
 
@@ -190,10 +190,10 @@ class Choice:
         found: list[Sampled | str] = []
         for place, token in enumerate(values):
             # What the model did wrong is the cause of what the row's own code then raised.
-            if token == NOT_FINITE or (token in FAILURES and place not in self._failures):
+            if token == NOT_FINITE or (token in FAILURES and place not in self.failures):
                 found.append(FAILURES[token])
-            elif place in self._failures:
-                found.append(self._failures[place])
+            elif place in self.failures:
+                found.append(self.failures[place])
             else:
                 logprob, top = logprobs.get(place, (None, ()))
                 found.append(Sampled(token, logprob, top))

@@ -40,6 +40,11 @@ class ModelTokenizer:
         return self._size
 
     @property
+    def vocabulary(self) -> Mapping[str, int]:
+        """Every token and its id, special ones included."""
+        return self._hf.get_vocab()
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether :meth:`render_chat` works."""
         return bool(self._hf.chat_template)

@@ -2,7 +2,8 @@
 
 A row that was fed its last token and k draft tokens has ``1 + k`` lanes. Each is sampled exactly as
 plain decoding would if the draft before it had been generated; the row keeps what it would have
-chosen anyway, by :func:`~treadle_core.mlx_runtime.acceptance.accept_equal`.
+chosen anyway, by :func:`~treadle_core.mlx_runtime.acceptance.accept_equal`. An engine that was told
+to be lossy keeps the rest of the draft too.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,14 @@ import mlx.core as mx
 from msgspec.structs import replace
 
 from treadle_core.errors import describe
-from treadle_core.mlx_runtime.acceptance import PADDING, Verdict, accept_equal
+from treadle_core.mlx_runtime.acceptance import (
+    PADDING,
+    Accept,
+    Verdict,
+    accept_equal,
+    accept_unverified,
+    count_leading,
+)
 from treadle_core.mlx_runtime.sampler import (
     Batch,
     Choice,
@@ -114,7 +122,14 @@ class DraftChoice:
         return sampled, failures
 
 
-def verify(sampler: Sampler, logits: mx.array, decodes: Sequence[Decode]) -> DraftChoice:
+def verify(
+    sampler: Sampler,
+    logits: mx.array,
+    decodes: Sequence[Decode],
+    *,
+    accept: Accept = accept_equal,
+    lossy: bool = False,
+) -> DraftChoice:
     """The next tokens of each row.
 
     Args:
@@ -122,6 +137,8 @@ def verify(sampler: Sampler, logits: mx.array, decodes: Sequence[Decode]) -> Dra
         logits: ``[lanes, vocab]``: of each row's last token and its draft, in the order of
             ``decodes``.
         decodes: The rows.
+        accept: Which rule keeps drafts.
+        lossy: Keep them by no rule, as far as they may stand where they do.
     """
     lanes = Lanes(decodes)
     keys = tuple(decode.key for decode in decodes)
@@ -132,10 +149,35 @@ def verify(sampler: Sampler, logits: mx.array, decodes: Sequence[Decode]) -> Dra
     adjusted = sampler.adjust(batch, logits, lanes.decodes)
     adjusted, failures, lengths = _ask_host(rows, lanes, adjusted, logits.shape[-1])
     choice = sampler.pick(batch, logits, adjusted, lanes.decodes, failures)
-    choices = mx.take(choice.report, lanes.grid())
-    verdict = accept_equal(choices, lanes.padded_drafts(), mx.array(lengths))
+    choices, drafts = mx.take(choice.report, lanes.grid()), lanes.padded_drafts()
+    if lossy:
+        allowed = _allowed(adjusted, lanes, drafts)
+        verdict = accept_unverified(choices, drafts, count_leading(allowed, mx.array(lengths)))
+        choice = _as_kept(choice, lanes, verdict, logits)
+    else:
+        verdict = accept(choices, drafts, mx.array(lengths))
+        choice = choice if accept is accept_equal else _as_kept(choice, lanes, verdict, logits)
     _count_kept(rows, verdict)
     return DraftChoice(keys, lanes, choice, verdict)
+
+
+def _allowed(adjusted: mx.array, lanes: Lanes, drafts: mx.array) -> mx.array:
+    """Which draft tokens ``[rows, width - 1]`` no mask forbids."""
+    places = mx.take(adjusted, lanes.grid()[:, :-1], axis=0)
+    tokens = mx.maximum(drafts, 0)[:, :, None]
+    return mx.isfinite(mx.take_along_axis(places, tokens, axis=-1)[:, :, 0])
+
+
+def _as_kept(choice: Choice, lanes: Lanes, verdict: Verdict, logits: mx.array) -> Choice:
+    """``choice`` with what the rows keep, which need not be what their lanes chose."""
+    rows = mx.array(lanes.rows)
+    places = mx.array([lane - lanes.first[row] for lane, row in enumerate(lanes.rows)])
+    kept = verdict.tokens[rows, places]
+    taken = kept >= 0
+    report, tokens = (mx.where(taken, kept, each) for each in (choice.report, choice.tokens))
+    found = Choice(choice.batch, tokens, report, choice.failures)
+    found.add_logprobs(logits)
+    return found
 
 
 def _lane(decode: Decode, place: int) -> Decode:

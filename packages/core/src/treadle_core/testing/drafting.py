@@ -222,8 +222,6 @@ class DrafterContract:
             for room, proposal in zip(rooms, proposals, strict=True):
                 assert len(proposal.tokens) <= room.most
                 assert all(0 <= token < vocab_size for token in proposal.tokens)
-                if proposal.logits is not None:
-                    assert tuple(proposal.logits.shape) == (len(proposal.tokens), vocab_size)
             _commit(drafter, outputs, proposals, accept=step % 3)
 
     def test_no_room_means_no_draft(self, make_drafter: Callable[[], Drafter]) -> None:

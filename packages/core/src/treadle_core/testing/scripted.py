@@ -471,7 +471,7 @@ class ScriptedRunner:
         for decode in plan.decodes:
             answering = self._answering[decode.key]
             self._feed(decode, answering, widths[decode.group])
-            tokens, why = self._choose_along(answering, decode.draft)
+            tokens, why = self._choose_along(answering, decode.draft, lossy=plan.lossy)
             answering.written = len(answering.tokens) - 1
             if tokens:
                 sampled[decode.key] = tuple(_report(answering.setup, token) for token in tokens)
@@ -482,7 +482,7 @@ class ScriptedRunner:
         return sampled, failures
 
     def _choose_along(
-        self, answering: Answering, draft: tuple[int, ...]
+        self, answering: Answering, draft: tuple[int, ...], *, lossy: bool
     ) -> tuple[list[int], str | None]:
         """The tokens of a row as far as they equal its draft, and one more, or why there is none."""
         setup, tokens = answering.setup, list[int]()
@@ -491,6 +491,8 @@ class ScriptedRunner:
         try:
             for drafted in (*draft, None):
                 token, why = self._choose(answering, advanced)
+                if lossy and drafted is not None:
+                    token = drafted
                 answering.tokens.append(token)
                 if why is not None:
                     return tokens, why
@@ -516,6 +518,7 @@ class ScriptedRunner:
         """Check what is fed to a row, and write it, padded to the width of its group's forward."""
         answering.check_output()
         tokens, key = answering.tokens, decode.key
+        assert not decode.more, f"an engine feeds one token, and a draft: {decode}"
         assert decode.start == len(tokens) - 1, f"{decode} feeds token {len(tokens) - 1}"
         assert decode.num_output == answering.num_output, f"{decode}: {answering.num_output}"
         if decode.token is None:
