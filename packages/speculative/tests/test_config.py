@@ -6,6 +6,8 @@ import msgspec
 import pytest
 
 from treadle_core.errors import InvalidRequest, Unsupported
+from treadle_core.mlx_runtime.load import LoadedModel, make_runner
+from treadle_core.testing import ByteTokenizer, zoo
 from treadle_speculative import (
     AdaptiveController,
     ControllerConfig,
@@ -18,8 +20,15 @@ from treadle_speculative import (
 )
 
 
+def target() -> LoadedModel:
+    runner = make_runner(zoo.build("llama"), zoo.config("llama"))
+    tokenizer: Any = ByteTokenizer()
+    return LoadedModel("tiny", runner, tokenizer, {})
+
+
 def test_speculation_is_off_unless_asked_for() -> None:
-    assert make_drafter(SpeculativeConfig()) is None
+    assert make_drafter(SpeculativeConfig(), target()) is None
+    assert not SpeculativeConfig(method="ngram").lossy
 
 
 def test_ngram_is_controlled_unless_its_number_is_fixed() -> None:
@@ -27,7 +36,7 @@ def test_ngram_is_controlled_unless_its_number_is_fixed() -> None:
         method="ngram", controller=ControllerConfig(max_draft_tokens=3), ngram=NgramConfig(max_n=5)
     )
 
-    assert isinstance(make_drafter(config), NgramDrafter)
+    assert isinstance(make_drafter(config, target()), NgramDrafter)
     controller = make_controller(config)
     assert isinstance(controller, AdaptiveController)
     assert controller.max_tokens == 3
@@ -39,9 +48,10 @@ def test_ngram_is_controlled_unless_its_number_is_fixed() -> None:
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"method": "draft_model"}, "draft_model"),
+        ({"method": "draft_model"}, "needs a model"),
+        ({"method": "draft_model", "model": ""}, "needs a model"),
+        ({"method": "ngram", "model": "small"}, "draft_model"),
         ({"method": "mtp"}, "mtp"),
-        ({"method": "ngram", "lossy": True}, "lossy"),
         ({"lossy": True}, "lossy"),
         ({"num_tokens": 4}, "num_tokens"),
         (
@@ -50,7 +60,7 @@ def test_ngram_is_controlled_unless_its_number_is_fixed() -> None:
         ),
     ],
 )
-def test_what_does_not_exist_yet_is_refused_with_a_sentence(
+def test_what_cannot_be_honoured_is_refused_with_a_sentence(
     options: dict[str, Any], word: str
 ) -> None:
     with pytest.raises(Unsupported, match=word):

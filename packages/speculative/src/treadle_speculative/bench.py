@@ -12,7 +12,13 @@ from typing import Any
 from treadle_core.engine import Engine, EngineConfig
 from treadle_core.events import DraftCounters, Event, Finished, TokenOut
 from treadle_core.mlx_runtime.bench import dense, make_parser, run
-from treadle_core.mlx_runtime.load import ModelOptions, make_runner, read_checkpoint, resolve
+from treadle_core.mlx_runtime.load import (
+    LoadedModel,
+    ModelOptions,
+    make_runner,
+    read_checkpoint,
+    resolve,
+)
 from treadle_core.mlx_runtime.tokenizer import ModelTokenizer
 from treadle_core.request import Request, SamplingParams
 from treadle_speculative.config import SpeculativeConfig, make_controller, make_drafter
@@ -52,11 +58,11 @@ class Side:
     def __init__(
         self, model: tuple[Any, ModelTokenizer, dict[str, Any]], config: SpeculativeConfig
     ) -> None:
-        network, _, options = model
-        drafter = make_drafter(config)
-        controller = make_controller(config) if drafter is not None else None
+        network, tokenizer, options = model
+        controller = make_controller(config) if config.method != "off" else None
         longest = controller.max_tokens if controller is not None else 0
         runner = make_runner(network, options, slack=longest)
+        drafter = make_drafter(config, LoadedModel("target", runner, tokenizer, options))
         self.engine = Engine(
             runner,
             config=EngineConfig(max_num_seqs=ROWS),

@@ -6,6 +6,7 @@ from msgspec import Struct
 
 from treadle_core.drafting import DraftController, Drafter
 from treadle_core.errors import InvalidRequest, Unsupported
+from treadle_core.mlx_runtime.load import LoadedModel, load_draft_model
 from treadle_core.request import check_bool, check_int
 from treadle_speculative.controller import (
     MOST_TOKENS,
@@ -13,33 +14,37 @@ from treadle_speculative.controller import (
     ControllerConfig,
     FixedController,
 )
+from treadle_speculative.draft_model import DraftModelConfig, DraftModelDrafter
 from treadle_speculative.ngram import NgramConfig, NgramDrafter
 
 Method = Literal["off", "ngram", "draft_model", "mtp"]
 METHODS = ("off", "ngram", "draft_model", "mtp")
-NOT_YET = {
-    "draft_model": "a second model as drafter",
-    "mtp": "the model's own multi-token prediction heads",
-}
+NOT_YET = {"mtp": "the model's own multi-token prediction heads"}
 
 
 class SpeculativeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options of speculative decoding. What cannot be honoured yet is refused.
+    """Options of speculative decoding. What cannot be honoured is refused.
 
     Attributes:
-        method: Who drafts: ``ngram``; ``off`` for nobody. ``draft_model`` and ``mtp`` are names
-            kept for drafters that do not exist yet.
+        method: Who drafts: ``ngram`` or ``draft_model``; ``off`` for nobody. ``mtp`` is a name kept
+            for a drafter that does not exist yet.
         num_tokens: Draft exactly this many tokens for each row, whether it pays or not; None lets
             the controller decide.
         controller: How it decides.
         ngram: Options of the n-gram drafter.
-        lossy: Accept drafts without verifying them, which changes the output. Does not exist yet.
+        model: The draft model, which has the large model's tokenizer: a GGUF file, a directory or
+            a Hub repository.
+        draft_model: Options of the draft model's rows.
+        lossy: Keep drafts without verifying them: answers are not the model's own. To be handed to
+            the engine, which does it.
     """
 
     method: Method = "off"
     num_tokens: int | None = None
     controller: ControllerConfig = ControllerConfig()
     ngram: NgramConfig = NgramConfig()
+    model: str | None = None
+    draft_model: DraftModelConfig = DraftModelConfig()
     lossy: bool = False
 
     def __post_init__(self) -> None:
@@ -60,19 +65,52 @@ class SpeculativeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if self.method in NOT_YET:
             raise Unsupported(
                 f"method: {self.method} ({NOT_YET[self.method]}) is not supported yet; "
-                "ngram and off are"
+                "ngram, draft_model and off are"
             )
-        if self.lossy:
-            raise Unsupported("lossy: drafts are always verified; skipping that is not supported")
+        if self.method == "draft_model" and not self.model:
+            raise Unsupported("method: draft_model needs a model")
+        if self.method != "draft_model" and self.model is not None:
+            raise Unsupported("model means nothing unless the method is draft_model")
+        if self.lossy and self.method == "off":
+            raise Unsupported("lossy: nobody drafts, the method is off")
         if self.num_tokens is not None and self.controller != ControllerConfig():
             raise Unsupported("num_tokens fixes the number of draft tokens: nothing controls it")
         if self.method == "off" and self.num_tokens is not None:
             raise Unsupported("num_tokens: nobody drafts, the method is off")
 
 
-def make_drafter(config: SpeculativeConfig) -> Drafter | None:
-    """The drafter that the configuration asks for; None when speculation is off."""
+def make_drafter(config: SpeculativeConfig, target: LoadedModel) -> Drafter | None:
+    """The drafter that the configuration asks for; None when speculation is off.
+
+    Args:
+        config: Who drafts.
+        target: For which model. A draft model is loaded beside it, on the same thread.
+
+    Raises:
+        ModelLoadError: The draft model cannot be used.
+        Unsupported: It does not fit to ``target``.
+    """
+    if config.method == "draft_model":
+        return load_draft_model_drafter(config, target)
     return NgramDrafter(config.ngram) if config.method == "ngram" else None
+
+
+def load_draft_model_drafter(config: SpeculativeConfig, target: LoadedModel) -> DraftModelDrafter:
+    """A draft model beside the model that it drafts for.
+
+    Raises:
+        ModelLoadError: It cannot be used.
+        Unsupported: It does not fit to ``target``.
+    """
+    assert config.model is not None, "checked with the other options"
+    draft, num_known = load_draft_model(
+        config.model,
+        vocab_size=target.runner.spec.vocab_size,
+        max_draft_tokens=make_controller(config).max_tokens,
+    )
+    return DraftModelDrafter(
+        draft.runner, draft.tokenizer, target.tokenizer, config.draft_model, num_known=num_known
+    )
 
 
 def make_controller(config: SpeculativeConfig) -> DraftController:

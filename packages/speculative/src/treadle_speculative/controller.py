@@ -27,6 +27,8 @@ LONGEST_WAIT = 32
 SOONEST_REFRESH = 8
 LATEST_REFRESH = 128
 MOST_TOKENS = 31
+GRACE_STEPS = 64
+MOST_CREDIT_STEPS = 256
 
 
 class FixedController:
@@ -148,6 +150,10 @@ class AdaptiveController:
     Costs belong to the number of rows. Both are only ever measured, so the controller needs no
     knowledge of machine, model or drafter.
 
+    A drafter may have to read a row before it can draft for it. That is paid from what drafting has
+    saved, a few seconds in advance: where prompts are long and answers short, rows that are new are
+    not begun any more.
+
     Args:
         config: Options.
     """
@@ -159,6 +165,8 @@ class AdaptiveController:
         self._rows: dict[Key, Acceptance] = {}
         self._steps_since_draft = 0
         self._wait = FIRST_WAIT
+        self._credit = 0.0
+        self._catches_up = False
 
     @property
     def max_tokens(self) -> int:
@@ -168,10 +176,11 @@ class AdaptiveController:
     def limits(self, rows: Sequence[DraftRoom]) -> list[int]:
         """Drafts of the width that promises most; none where plain decoding does."""
         num = len(rows)
+        plain = self._costs.of(num, 0)
+        rows = self._affordable(rows, plain)
         if not any(row.most for row in rows):
             return [0] * num
         prospects = [self._prospect(row) for row in rows]
-        plain = self._costs.of(num, 0)
         width, gain = self._best_width(prospects, plain, drafted=False)
         if self._costs.plain_age(num) > self._refresh_after(gain):
             return [0] * num
@@ -196,21 +205,44 @@ class AdaptiveController:
         self._costs.add(num, step.width if step.asked else 0, step.seconds)
         if not step.asked:
             self._steps_since_draft += 1
+            self._earn(self._config.probe_share * step.seconds, num)
             return
+        pending = any(row.pending for row in step.rows)
+        self._balance(step, pending=pending)
         for row in step.rows:
+            if row.pending:
+                continue
             if row.key not in self._rows:
                 seen = self._all
                 self._rows[row.key] = Acceptance(KEPT_BY_ROW, seen.rate, seen.coverage)
             self._rows[row.key].add(row.drafted, row.accepted)
             self._all.add(row.drafted, row.accepted)
         depth = max((row.drafted for row in step.rows), default=0)
-        if depth:
+        if depth and not pending:
             self._costs.add_drafting(num, step.draft_seconds / depth)
-        self._back_off(any(row.accepted for row in step.rows))
+        if depth or not pending:
+            self._back_off(any(row.accepted for row in step.rows))
 
     def leave(self, key: Key) -> None:
         """Forget a row; what all have shown stays."""
         self._rows.pop(key, None)
+
+    def _affordable(self, rows: Sequence[DraftRoom], plain: float) -> Sequence[DraftRoom]:
+        """Rows without those that the drafter would first have to read, if that does not pay."""
+        if not self._catches_up or self._credit > -GRACE_STEPS * plain:
+            return rows
+        return [row if row.key in self._rows else DraftRoom(row.key, 0) for row in rows]
+
+    def _balance(self, step: VerifiedStep, *, pending: bool) -> None:
+        """Set what a step saved against what it took, reading included."""
+        num = len(step.rows)
+        self._catches_up |= pending
+        saved = sum(len(row.tokens) for row in step.rows) / max(1, num) * self._costs.of(num, 0)
+        self._earn(saved - step.seconds - step.draft_seconds, num)
+
+    def _earn(self, seconds: float, num: int) -> None:
+        most = MOST_CREDIT_STEPS * self._costs.of(num, 0)
+        self._credit = min(max(self._credit + seconds, -most), most)
 
     def _back_off(self, worked: bool) -> None:
         """Look again later and later while nothing comes of it."""
