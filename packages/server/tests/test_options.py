@@ -41,6 +41,8 @@ OWN_FLAGS = {
     "kv-group-size",
     "speculative-method",
     "num-speculative-tokens",
+    "draft-model",
+    "speculative-lossy",
 }
 
 # What else has to be said for a flag to mean something.
@@ -52,6 +54,8 @@ NEEDED = {
     "kv_cache_min_quantize_tokens": ["--kv-cache-quantization"],
     "ssd_cache_max_gb": ["--ssd-cache-dir", "d"],
     "num_speculative_tokens": ["--speculative-method", "ngram"],
+    "speculative_lossy": ["--speculative-method", "ngram"],
+    "draft_model": ["--speculative-method", "draft-model", "--draft-model", "another"],
 }
 
 # One of each pair excludes the other, so that not all fit into one file.
@@ -61,6 +65,7 @@ LEFT_OUT = (
     "disable_prefix_cache",
     "cache_memory_percent",
     "max_kv_size",
+    "draft_model",
 )
 
 VALUES: dict[str, Any] = {
@@ -84,6 +89,7 @@ VALUES: dict[str, Any] = {
     "kv_cache_quantization_group_size": 32,
     "ssd_cache_dir": "d",
     "cache_save": "f",
+    "draft_model": "small",
     "warm_prompts": "w",
     "max_num_batched_tokens": 9000,
     "default_presence_penalty": 1.5,
@@ -129,7 +135,7 @@ def test_the_flags_of_the_reference_are_all_there() -> None:
 @pytest.mark.parametrize("option", SERVE_OPTIONS, ids=lambda option: option.field)
 def test_every_flag_of_serve_changes_its_setting_alone(option: Option) -> None:
     needed = NEEDED.get(option.field, [])
-    config, plain = serve_of(*spelled(option), *needed), serve_of(*needed)
+    config, plain = serve_of(*needed, *spelled(option)), serve_of(*needed)
     assert found_in(config, option) == value_of(option)
     assert found_in(config, option) != found_in(plain, option)
     for other in SERVE_OPTIONS:
@@ -139,7 +145,7 @@ def test_every_flag_of_serve_changes_its_setting_alone(option: Option) -> None:
 
 @pytest.mark.parametrize("option", RUN_OPTIONS, ids=lambda option: option.field)
 def test_every_flag_of_run_changes_its_setting(option: Option) -> None:
-    words = [*spelled(option), *NEEDED.get(option.field, [])]
+    words = [*NEEDED.get(option.field, []), *spelled(option)]
     given = vars(make_parser().parse_args(["run", "hi", *words]))
     config = run_config(from_flags(given, RUN_OPTIONS), "hi")
     assert found_in(config, option) == value_of(option)

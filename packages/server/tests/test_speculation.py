@@ -37,9 +37,9 @@ def test_a_fixed_number_of_tokens_is_what_the_controller_asks_for() -> None:
     make = compose.drafting_maker(options)
     assert make is not None
 
-    drafter, controller = make()
+    make_drafter, controller = make()
 
-    assert drafter.name == "ngram"
+    assert make_drafter(None).name == "ngram"
     assert controller.max_tokens == 4
 
 
@@ -53,6 +53,27 @@ def test_a_fixed_number_of_tokens_is_what_the_controller_asks_for() -> None:
 def test_a_number_without_a_method_is_refused(words: tuple[str, ...]) -> None:
     with pytest.raises(Unsupported, match="num_speculative_tokens"):
         serve_of(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--speculative-lossy",), "speculative_lossy means nothing"),
+        (("--speculative-method", "off", "--speculative-lossy"), "speculative_lossy means nothing"),
+        (("--speculative-method", "draft-model"), "needs draft_model"),
+        (("--draft-model", "small"), "draft_model means nothing"),
+        (("--speculative-method", "ngram", "--draft-model", "small"), "draft_model means nothing"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(words: tuple[str, ...], why: str) -> None:
+    with pytest.raises(Unsupported, match=why):
+        serve_of(*words)
+
+
+def test_nothing_is_lossy_unless_told() -> None:
+    assert not serve_of("--speculative-method", "ngram").speculative.speculative_lossy
+    told = serve_of("--speculative-method", "ngram", "--speculative-lossy").speculative
+    assert told.speculative_lossy
 
 
 @pytest.mark.parametrize(
@@ -74,15 +95,33 @@ def test_a_method_of_another_making_is_refused() -> None:
 
 
 def test_replies_count_guesses_only_where_somebody_guesses() -> None:
-    drafts = DraftCounters(verifications=2, attempted=7, accepted=5, committed=7)
+    drafts = DraftCounters(
+        verifications=2, attempted=7, accepted=5, committed=7, bypassed={"off": 2}
+    )
 
     reply = msgspec.to_builtins(usage_reply(usage_of(drafts)))
 
     assert reply["completion_tokens_details"] == {
         "accepted_prediction_tokens": 5,
         "rejected_prediction_tokens": 2,
+        "speculation": {
+            "attempted": 7,
+            "accepted": 5,
+            "rejected": 2,
+            "acceptance_rate": 5 / 7,
+            "forwards_saved": 5,
+            "bypassed": {"off": 2},
+        },
     }
     assert "completion_tokens_details" not in msgspec.to_builtins(usage_reply(usage_of(None)))
+
+
+def test_replies_of_a_lossy_server_say_so() -> None:
+    drafts = DraftCounters(verifications=1, attempted=3, accepted=3, committed=4, lossy=3)
+
+    reply = msgspec.to_builtins(usage_reply(usage_of(drafts)))
+
+    assert reply["completion_tokens_details"]["lossy_prediction_tokens"] == 3
 
 
 def test_answers_of_one_request_are_counted_together() -> None:

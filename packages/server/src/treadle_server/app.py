@@ -21,6 +21,7 @@ from treadle_server.openai.completions import Completions
 from treadle_server.openai.models import Models
 from treadle_server.serving import Serving
 from treadle_server.settings import ServeConfig
+from treadle_server.speculative_routes import SpeculativeRoutes
 from treadle_server.warm import WarmChat, Warmer
 
 OPEN_PATHS = frozenset({"/health"})
@@ -65,6 +66,7 @@ def make_routes(serving: Serving, watch: Watch, warmer: Warmer) -> list[Route]:
     """All paths."""
     health = HealthRoutes(watch, lambda: warmer.progress)
     models, cache = Models(serving), CacheRoutes(serving.engine, warmer.again)
+    speculative = SpeculativeRoutes(serving.engine)
     chat, completions = ChatCompletions(serving), Completions(serving)
     return [
         Route("/health", health.health),
@@ -72,6 +74,7 @@ def make_routes(serving: Serving, watch: Watch, warmer: Warmer) -> list[Route]:
         Route("/v1/cache/stats", cache.stats),
         Route("/v1/cache", cache.clear, methods=["DELETE"]),
         Route("/v1/cache/prefix", cache.clear, methods=["DELETE"]),
+        Route("/v1/speculative/stats", speculative.stats),
         Route("/v1/models", models.get_all),
         Route("/v1/models/{id:path}", models.get_one),
         Route("/v1/chat/completions", chat.post, methods=["POST"]),

@@ -128,7 +128,7 @@ def run_command(given: argparse.Namespace, rest: Sequence[str]) -> int:
     """
     config = run_config(from_flags(vars(given), RUN_OPTIONS), read_prompt(given.prompt))
     prepare_libraries(offline=config.model.offline)
-    engine = compose.open_engine(config.model, config.engine, config.memory)
+    engine = compose.running_engine(config)
     try:
         run(engine, config.run, sys.stdout, sys.stderr)
     except BrokenPipeError:

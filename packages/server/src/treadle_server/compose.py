@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -20,6 +21,7 @@ from treadle_server.settings import (
     CacheOptions,
     MemoryConfig,
     ModelConfig,
+    RunConfig,
     ServeConfig,
     SpeculativeOptions,
 )
@@ -27,7 +29,7 @@ from treadle_server.settings import (
 logger = logging.getLogger("treadle.server")
 
 MakeStore = Callable[[], PrefixStore]
-MakeDrafting = Callable[[], tuple[Drafter, DraftController]]
+MakeDrafting = Callable[[], tuple[Callable[[Any], Drafter], DraftController]]
 Bench = Callable[[list[str]], int]
 
 
@@ -37,6 +39,8 @@ def open_engine(
     memory: MemoryConfig,
     make_store: MakeStore | None = None,
     make_drafting: MakeDrafting | None = None,
+    *,
+    lossy: bool = False,
 ) -> Engine:
     """Load a model on the calling thread and make an engine over it.
 
@@ -45,7 +49,9 @@ def open_engine(
         engine: Options of the engine.
         memory: How much memory live KV may take.
         make_store: Makes the store of prefixes; None keeps none.
-        make_drafting: Makes drafter and controller; None decodes one token at a time.
+        make_drafting: Makes the controller, and what makes the drafter once the model is loaded; None
+            decodes one token at a time.
+        lossy: Keep drafts without verifying them.
 
     Raises:
         ModelLoadError: The checkpoint cannot be used.
@@ -69,6 +75,7 @@ def open_engine(
         memory_utilization=memory.utilization,
         make_store=make_store,
         make_drafting=make_drafting,
+        lossy=lossy,
     )
     return opened
 
@@ -83,9 +90,32 @@ def serving_engine(config: ServeConfig) -> AsyncEngine:
     make_store = store_maker(config.cache, asked_for(config), lambda: engine.closing)
     make_drafting = drafting_maker(config.speculative)
     engine = AsyncEngine(
-        lambda: open_engine(config.model, config.engine, config.memory, make_store, make_drafting)
+        lambda: open_engine(
+            config.model,
+            config.engine,
+            config.memory,
+            make_store,
+            make_drafting,
+            lossy=config.speculative.speculative_lossy,
+        )
     )
     return engine
+
+
+def running_engine(config: RunConfig) -> Engine:
+    """The engine of ``treadle run``, on the calling thread.
+
+    Raises:
+        ModelLoadError: A checkpoint cannot be used.
+        Unsupported: An option cannot be honoured.
+    """
+    return open_engine(
+        config.model,
+        config.engine,
+        config.memory,
+        make_drafting=drafting_maker(config.speculative),
+        lossy=config.speculative.speculative_lossy,
+    )
 
 
 def asked_for(config: ServeConfig) -> tuple[str, ...]:
@@ -190,7 +220,7 @@ def cache_care() -> Care:
 
 
 def drafting_maker(options: SpeculativeOptions) -> MakeDrafting | None:
-    """What makes drafter and controller, on the engine's thread; None where nobody drafts.
+    """What makes controller and drafter, on the engine's thread; None where nobody drafts.
 
     Raises:
         Unsupported: Its package is not installed.
@@ -201,21 +231,25 @@ def drafting_maker(options: SpeculativeOptions) -> MakeDrafting | None:
     return lambda: make_drafting(options)
 
 
-def make_drafting(options: SpeculativeOptions) -> tuple[Drafter, DraftController]:
-    """Who drafts, and who decides how much.
-
-    Raises:
-        Unsupported: Nobody drafts by this method.
-    """
+def make_drafting(
+    options: SpeculativeOptions,
+) -> tuple[Callable[[Any], Drafter], DraftController]:
+    """What makes who drafts for a loaded model, and who decides how much."""
     from treadle_speculative import SpeculativeConfig, make_controller, make_drafter
 
     config = SpeculativeConfig(
-        method=options.speculative_method, num_tokens=options.num_speculative_tokens
+        method="draft_model" if options.speculative_method == "draft-model" else "ngram",
+        num_tokens=options.num_speculative_tokens,
+        model=options.draft_model,
+        lossy=options.speculative_lossy,
     )
-    drafter = make_drafter(config)
-    if drafter is None:
-        raise Unsupported(f"speculative_method: nobody drafts by {options.speculative_method}")
-    return drafter, make_controller(config)
+
+    def drafter_for(loaded: Any) -> Drafter:
+        drafter = make_drafter(config, loaded)
+        assert drafter is not None, "somebody drafts unless the method is off"
+        return drafter
+
+    return drafter_for, make_controller(config)
 
 
 def with_served_name(config: ServeConfig) -> ServeConfig:

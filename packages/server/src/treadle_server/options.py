@@ -175,14 +175,26 @@ SPECULATIVE = (
     Option(
         SpeculativeOptions,
         "speculative_method",
-        "off, or ngram: guess tokens from the text so far; answers stay what they are",
+        "off, or who guesses tokens: ngram, from the text so far, or draft-model, a small model; "
+        "answers stay what they are",
         "METHOD",
+    ),
+    Option(
+        SpeculativeOptions,
+        "draft_model",
+        "the small model, with the same tokenizer: GGUF file, directory or Hub repository",
+        "MODEL",
     ),
     Option(
         SpeculativeOptions,
         "num_speculative_tokens",
         "guess so many in every step (as many as pays, by what is measured)",
         "N",
+    ),
+    Option(
+        SpeculativeOptions,
+        "speculative_lossy",
+        "LOSSY: keep guesses unverified; answers are no longer the model's own",
     ),
 )
 
@@ -240,7 +252,7 @@ RUN = (
 )
 
 SERVE_OPTIONS = (*MODEL, *ENGINE, *CACHE, *SPECULATIVE, *SERVER)
-RUN_OPTIONS = (*MODEL, *RUN)
+RUN_OPTIONS = (*MODEL, *SPECULATIVE, *RUN)
 
 # Each of a pair would make the other one mean nothing; a zero of the first is as if it were absent.
 EXCLUSIVE = (
@@ -252,7 +264,7 @@ EXCLUSIVE = (
 DEPENDENT = (
     ("ageing_seconds", "policy", ("priority",)),
     ("kv_group_size", "kv_bits", (4, 8)),
-    ("num_speculative_tokens", "speculative_method", ("ngram",)),
+    ("num_speculative_tokens", "speculative_method", ("ngram", "draft-model")),
 )
 
 
@@ -378,6 +390,7 @@ def run_config(values: Values, prompt: str) -> RunConfig:
     return RunConfig(
         model=part(ModelConfig, RUN_OPTIONS, values),
         memory=part(MemoryConfig, RUN_OPTIONS, values),
+        speculative=part(SpeculativeOptions, RUN_OPTIONS, values),
         engine=part(EngineConfig, RUN_OPTIONS, values),
         run=part(RunOptions, RUN_OPTIONS, values, prompt=prompt),
     )

@@ -146,4 +146,9 @@ def figures(ending: Finished) -> str:
     ]
     if usage.completion_tokens > 1 and times.decode > 0:
         parts.append(f"{(usage.completion_tokens - 1) / times.decode:.1f} tok/s")
+    drafts = usage.drafts
+    if drafts is not None:
+        parts.append(f"{drafts.accepted} of {drafts.attempted} guesses kept")
+        if drafts.lossy:
+            parts.append(f"LOSSY: {drafts.lossy} unverified")
     return ", ".join(parts) + f" ({ending.reason})"

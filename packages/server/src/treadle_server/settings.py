@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Struct
 
 from treadle_core import EngineConfig, InvalidRequest, Unsupported
-from treadle_core.request import check_float, check_int
+from treadle_core.request import check_bool, check_float, check_int
 
 T = TypeVar("T")
 
@@ -24,7 +24,8 @@ MAX_SSD_GB = 1e6
 MAX_SECONDS = 1e9
 MAX_DRAFT_TOKENS = 31
 
-SpeculativeMethod = Literal["off", "ngram"]
+SpeculativeMethod = Literal["off", "ngram", "draft-model"]
+SPECULATIVE_METHODS = ("off", "ngram", "draft-model")
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -251,23 +252,41 @@ class SpeculativeOptions(Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Whether several tokens are guessed and verified at once.
 
     Attributes:
-        speculative_method: ``ngram`` guesses from what the prompt and the answer said before.
+        speculative_method: ``ngram`` guesses from what the prompt and the answer said before,
+            ``draft-model`` asks a small model.
+        draft_model: That model: a GGUF file, a directory or a Hub repository.
         num_speculative_tokens: Guess so many in every step; None guesses as many as pays.
+        speculative_lossy: Keep guesses without verifying them: answers are not the model's own.
     """
 
     speculative_method: SpeculativeMethod = "off"
+    draft_model: str | None = None
     num_speculative_tokens: int | None = None
+    speculative_lossy: bool = False
 
     def __post_init__(self) -> None:
-        """Check both fields.
+        """Check every field, and that none would be ignored.
 
         Raises:
             InvalidRequest: With the field, its value and what is accepted.
+            Unsupported: Two fields contradict each other.
         """
-        if self.speculative_method not in ("off", "ngram"):
-            raise InvalidRequest("speculative_method", self.speculative_method, "off or ngram")
+        method = self.speculative_method
+        if method not in SPECULATIVE_METHODS:
+            raise InvalidRequest("speculative_method", method, ", ".join(SPECULATIVE_METHODS))
         if self.num_speculative_tokens is not None:
             check_int("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DRAFT_TOKENS)
+        check_bool("speculative_lossy", self.speculative_lossy)
+        if self.draft_model == "":
+            raise InvalidRequest("draft_model", "", "a path or a name")
+        if method == "draft-model" and self.draft_model is None:
+            raise Unsupported("speculative_method draft-model needs draft_model")
+        if method != "draft-model" and self.draft_model is not None:
+            raise Unsupported("draft_model means nothing unless speculative_method is draft-model")
+        if method == "off" and self.speculative_lossy:
+            raise Unsupported(
+                "speculative_lossy means nothing while speculative_method is off: nobody guesses"
+            )
 
 
 class RequestDefaults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -415,5 +434,6 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     model: ModelConfig = ModelConfig()
     memory: MemoryConfig = MemoryConfig()
+    speculative: SpeculativeOptions = SpeculativeOptions()
     engine: EngineConfig = EngineConfig()
     run: RunOptions = RunOptions()

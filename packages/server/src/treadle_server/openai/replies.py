@@ -5,6 +5,7 @@ from typing import Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from treadle_core import Usage
+from treadle_server.speculative_routes import Speculated, speculated
 
 Role = Literal["assistant"]
 
@@ -21,10 +22,14 @@ class CompletionDetails(Struct, frozen=True, kw_only=True):
     Attributes:
         accepted_prediction_tokens: Guesses that became part of the answer.
         rejected_prediction_tokens: Guesses that did not; they are not counted elsewhere.
+        lossy_prediction_tokens: Accepted guesses that nobody verified; only of a lossy server.
+        speculation: How guessing went.
     """
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
+    lossy_prediction_tokens: int | UnsetType = UNSET
+    speculation: Speculated
 
 
 class UsageReply(Struct, frozen=True, kw_only=True):
@@ -55,6 +60,8 @@ def completion_details(usage: Usage) -> CompletionDetails | UnsetType:
     return CompletionDetails(
         accepted_prediction_tokens=usage.drafts.accepted,
         rejected_prediction_tokens=usage.drafts.rejected,
+        lossy_prediction_tokens=usage.drafts.lossy or UNSET,
+        speculation=speculated(usage.drafts),
     )
 
 
