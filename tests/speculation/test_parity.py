@@ -14,7 +14,12 @@ from treadle_core.mlx_runtime.gguf import find_demo_model, load_gguf
 from treadle_core.mlx_runtime.load import make_runner
 from treadle_core.mlx_runtime.tokenizer import ModelTokenizer
 from treadle_core.testing import zoo
-from treadle_core.testing.drafting import LastWrongDrafter
+from treadle_core.testing.drafting import (
+    LastWrongDrafter,
+    OracleDrafter,
+    RandomDrafter,
+    WrongDrafter,
+)
 from treadle_speculative import AdaptiveController, FixedController, NgramDrafter
 
 TOLERANCE = 1e-4
@@ -103,14 +108,52 @@ def test_the_adaptive_controller_changes_no_token_whatever_it_measures(family: s
         }
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_smollm2_copies_a_text_in_fewer_forwards_and_the_same_tokens() -> None:
+@cache
+def smollm2() -> tuple[Any, ModelTokenizer, dict[str, Any]]:
     path = find_demo_model()
     if path is None:
         pytest.skip("the demo package is not installed")
     model, wrapper, config = load_gguf(path)
-    tokenizer = ModelTokenizer(wrapper, config)
+    return model, ModelTokenizer(wrapper, config), config
+
+
+@cache
+def smollm2_says() -> tuple[Request, list[int]]:
+    model, tokenizer, config = smollm2()
+    prompt = tokenizer.encode("The largest rivers are")
+    request = request_of("r", prompt, max_tokens=7, logprobs=False, top_logprobs=0)
+    return request, list(answer(Engine(make_runner(model, config)), request)["r"].tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("kind", "k"),
+    [
+        (OracleDrafter, 1),
+        (WrongDrafter, 2),
+        (RandomDrafter, 3),
+        (LastWrongDrafter, 4),
+        (LastWrongDrafter, 5),
+    ],
+)
+def test_smollm2_says_the_same_whoever_drafts(kind: type[OracleDrafter], k: int) -> None:
+    model, _, config = smollm2()
+    request, expected = smollm2_says()
+    whole = [*request.prompt, *expected, *[1] * k]
+    engine = Engine(
+        make_runner(model, config, slack=k),
+        drafter=kind(lambda tokens, num: whole[len(tokens) :][:num]),
+        controller=FixedController(k),
+    )
+
+    assert answer(engine, request)["r"].tokens == expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_smollm2_copies_a_text_in_fewer_forwards_and_the_same_tokens() -> None:
+    model, tokenizer, config = smollm2()
     text = f"<|im_start|>user\nRepeat this text:\n\n{STORY}<|im_end|>\n<|im_start|>assistant\n"
     request = request_of(
         "copy", tokenizer.encode(text), max_tokens=60, logprobs=False, top_logprobs=0

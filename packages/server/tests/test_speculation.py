@@ -1,19 +1,30 @@
 """Speculation from flags to replies."""
 
+import io
+import subprocess
+import sys
+from collections.abc import Generator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+import httpx2
 import msgspec
 import pytest
 
-from treadle_core import InvalidRequest, Unsupported, Usage
+from treadle_core import Engine, EngineStats, InvalidRequest, Unsupported, Usage
 from treadle_core.events import DraftCounters
+from treadle_core.testing import zoo
+from treadle_core.testing.drafting import SteadyController, WrongDrafter
+from treadle_core.testing.scripted import ScriptedRunner
 from treadle_server import compose
 from treadle_server.cli import make_parser
 from treadle_server.generation import total
 from treadle_server.openai.replies import usage_reply
 from treadle_server.options import SERVE_OPTIONS, from_flags, serve_config
-from treadle_server.settings import ServeConfig, SpeculativeOptions
+from treadle_server.run import run
+from treadle_server.settings import RunOptions, ServeConfig, SpeculativeOptions
+from treadle_server.speculative_routes import speculative_stats
 
 
 def serve_of(*words: str) -> ServeConfig:
@@ -131,3 +142,131 @@ def test_answers_of_one_request_are_counted_together() -> None:
 
     assert found.drafts == one + one
     assert total([usage_of(None)], n=1).drafts is None
+
+
+def test_the_stats_route_tells_who_guesses_and_that_it_is_lossy() -> None:
+    drafts = DraftCounters(
+        verifications=2, attempted=6, accepted=6, committed=8, bypassed={"pending": 3}, lossy=6
+    )
+    stats = EngineStats(
+        num_waiting=0,
+        num_running=1,
+        kv_bytes=0,
+        num_steps=5,
+        num_requests=1,
+        num_finished=0,
+        num_failed=0,
+        prompt_tokens=0,
+        completion_tokens=0,
+        last_step=None,
+        drafts=drafts,
+        drafter="draft-model",
+        draft_bytes=640,
+        lossy=True,
+    )
+
+    assert msgspec.to_builtins(speculative_stats(stats)) == {
+        "method": "draft-model",
+        "failure": None,
+        "lossy": True,
+        "lossy_tokens": 6,
+        "held_bytes": 640,
+        "failures": 0,
+        "total": {
+            "attempted": 6,
+            "accepted": 6,
+            "rejected": 0,
+            "acceptance_rate": 1.0,
+            "forwards_saved": 6,
+            "bypassed": {"pending": 3},
+        },
+    }
+
+
+def test_run_tells_how_many_guesses_were_kept_and_when_it_was_lossy(tokenizer_type: Any) -> None:
+    for lossy in (False, True):
+        notes = io.StringIO()
+        engine = Engine(
+            ScriptedRunner(lambda tokens: 65, max_draft_tokens=2),
+            tokenizer=tokenizer_type(),
+            drafter=WrongDrafter(lambda tokens, num: [65] * num),
+            controller=SteadyController(2),
+            lossy=lossy,
+        )
+        run(engine, RunOptions(prompt="hey", raw=True, max_tokens=7), io.StringIO(), notes)
+        kept, said = ("4", "LOSSY: 4 unverified") if lossy else ("0", "guesses kept (length)")
+        assert f"{kept} of " in notes.getvalue()
+        assert said in notes.getvalue()
+
+
+@pytest.fixture(scope="module")
+def guessing(checkpoint: Path, tmp_path_factory: Any, launch: Any) -> Generator[Any]:
+    """A server whose draft model is the model itself."""
+    if find_spec("treadle_speculative") is None:
+        pytest.skip("treadle-speculative is not installed")
+    words = ["--speculative-method", "draft-model", "--draft-model", str(checkpoint)]
+    log = tmp_path_factory.mktemp("log") / "stderr"
+    with launch(log, "--model", str(checkpoint), *words, "--num-speculative-tokens", "3") as ready:
+        yield ready
+
+
+def post(url: str, path: str, **fields: Any) -> Any:
+    """The reply, or the last event of a stream before its end."""
+    body = {"model": "default", "max_tokens": 20, "ignore_eos": True, "seed": 7, **fields}
+    reply = httpx2.post(f"{url}/v1/{path}", json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    if "stream" not in fields:
+        return reply.json()
+    events = [line.removeprefix("data: ") for line in reply.text.split("\n") if line[:5] == "data:"]
+    return msgspec.json.decode(events[-2])
+
+
+ASKS: list[tuple[str, dict[str, Any]]] = [
+    ("completions", {"prompt": "The loom", "temperature": 0}),
+    ("completions", {"prompt": "The loom", "temperature": 1.2, "top_p": 0.9}),
+    ("chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0.8}),
+]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("path", "fields"), ASKS)
+def test_a_server_with_a_draft_model_answers_alike_and_says_what_it_saved(
+    process: Any, guessing: Any, path: str, fields: dict[str, Any]
+) -> None:
+    plain, found = (post(server.url, path, **fields) for server in (process, guessing))
+    streamed = post(
+        guessing.url, path, **fields, stream=True, stream_options={"include_usage": True}
+    )
+
+    assert found["choices"] == plain["choices"]
+    assert "completion_tokens_details" not in plain["usage"]
+    for reply in (found, streamed):
+        details = reply["usage"]["completion_tokens_details"]
+        assert details["speculation"]["forwards_saved"] >= 12
+        assert details["accepted_prediction_tokens"] == details["speculation"]["accepted"]
+        assert "lossy_prediction_tokens" not in details
+    stats = httpx2.get(f"{guessing.url}/v1/speculative/stats").json()
+    assert stats["method"] == "draft-model"
+    assert stats["total"]["accepted"] >= 24
+    assert not stats["lossy"]
+    assert httpx2.get(f"{process.url}/v1/speculative/stats").json()["method"] is None
+
+
+@pytest.mark.timeout(120)
+def test_a_draft_model_with_another_tokenizer_is_refused_at_the_start(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    if find_spec("treadle_speculative") is None:
+        pytest.skip("treadle-speculative is not installed")
+    other = zoo.save_checkpoint("llama", tmp_path / "other", vocab_size=340)
+    words = ["--speculative-method", "draft-model", "--draft-model", str(other)]
+    ended = subprocess.run(
+        [sys.executable, "-m", "treadle_server", "run", "hi", "--model", str(checkpoint), *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "draft_model: its tokenizer differs from the model's: token " in ended.stderr
+    assert ended.stderr.count("\n") == 1

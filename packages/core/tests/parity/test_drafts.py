@@ -210,6 +210,57 @@ def test_long_answers_of_recurrent_rows_stay_the_plain_ones(family: str) -> None
     assert min(total.accepted, total.rejected) > 50
 
 
+def long_requests(family: str) -> list[Request]:
+    """Greedy rows: two of 200 tokens, and short ones that come and go beside them."""
+    rng = random.Random(family)
+    greedy = {"temperature": 0.0, "logprobs": True}
+    return [
+        Request(
+            id=f"long{i}" if i % 3 == 0 else f"short{i}",
+            prompt=random_tokens(rng, 3 + 11 * i % 40),
+            params=SamplingParams(max_tokens=200 if i % 3 == 0 else 5 + i, **greedy),
+        )
+        for i in range(6)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "kind", "k"),
+    [
+        ("llama", "random", 5),
+        ("gemma3", "last wrong", 4),
+        ("gpt_oss", "random", 3),
+        ("deepseek_v3", "last wrong", 2),
+        ("llama bounded", "random", 4),
+    ],
+)
+def test_two_hundred_tokens_with_rows_coming_and_going_are_the_plain_ones(
+    family: str, kind: str, k: int
+) -> None:
+    requests = long_requests(family)
+    expected = play(engine_of(target_of(family), None, None, 0), requests, every=6)
+    known = [[*r.prompt, *expected[r.id].tokens, *[1] * k] for r in requests]
+
+    def go_on(tokens: Sequence[int], num: int) -> list[int]:
+        whole = next(each for each in known if each[: len(tokens)] == list(tokens))
+        return whole[len(tokens) :][:num]
+
+    engine = engine_of(target_of(family), KINDS[kind](go_on), Always(k), k)
+
+    found = play(engine, requests, every=6)
+
+    for request in requests:
+        assert found[request.id].tokens == expected[request.id].tokens, request.id
+        scale = float(np.abs(reference(subject(family.split()[0]), tuple(request.prompt))).max())
+        assert found[request.id].logprobs == pytest.approx(
+            expected[request.id].logprobs, abs=TOLERANCE * scale
+        )
+    total = engine.stats().drafts
+    assert total is not None
+    assert total.accepted > 100
+
+
 @pytest.mark.parametrize("num_rows", [1, 2, 4])
 def test_right_drafts_save_forwards_whatever_the_batch(num_rows: int) -> None:
     family = "llama"
@@ -226,6 +277,51 @@ def test_right_drafts_save_forwards_whatever_the_batch(num_rows: int) -> None:
         assert usage.drafts is not None
         forwards = usage.completion_tokens - usage.drafts.forwards_saved
         assert forwards <= 1 + -(-usage.completion_tokens // 5) + 1
+
+
+@pytest.mark.parametrize("k", [2, 5])
+def test_a_lossy_engine_keeps_drafts_but_for_what_a_row_forbids(k: int) -> None:
+    """Whoever asked for ten tokens at least, or for a grammar, gets them all the same."""
+    target = subject("llama")
+    drafter = WrongDrafter(lambda tokens, num: [20 + len(tokens) % 7] * num)
+    engine = Engine(
+        ModelRunner(target.model, target.spec, slack=k),
+        drafter=drafter,
+        controller=Always(k),
+        lossy=True,
+    )
+    ends = tuple(range(15, 30))
+    kinds: dict[str, dict[str, Any]] = {
+        "free": {},
+        "long": {"min_tokens": 10, "stop_token_ids": ends},
+        "even": {},
+    }
+    requests = [
+        Request(
+            id=id,
+            prompt=(5, 6, 7),
+            params=SamplingParams(
+                max_tokens=20, temperature=0.0, logprobs=True, top_logprobs=20, **params
+            ),
+            constraint=even_tokens if id == "even" else None,
+        )
+        for id, params in kinds.items()
+    ]
+
+    found = play(engine, requests, every=1)
+
+    free = found["free"]
+    assert free.usage is not None
+    assert free.usage.drafts is not None
+    assert free.usage.drafts.lossy == free.usage.drafts.attempted > 10
+    # What was kept is what the reply says, with the probability that the model gives it.
+    for token, logprob, top in zip(free.tokens, free.logprobs, free.top_logprobs, strict=True):
+        known = {each.token: each.logprob for each in top}
+        assert logprob == known.get(token, logprob)
+        assert token in known or logprob <= min(known.values())
+    assert not set(found["long"].tokens[:9]) & set(ends)
+    assert len(found["long"].tokens) >= 10
+    assert all(token % 2 == 0 for token in found["even"].tokens[1::2])
 
 
 @pytest.mark.parametrize("family", sorted(SOLO - {"gemma2"}))
