@@ -1,7 +1,8 @@
 """What drafting brings: speed with it against speed without, as ratios from one run, as JSON.
 
-On a CPU the weights are dequantised first, for both sides: MLX's quantised kernels there take as long
-for several tokens at once as one after the other, so that nothing could be gained.
+On a CPU the model's weights are dequantised first, for both sides: MLX's quantised kernels there take
+as long for several tokens at once as one after the other, so that nothing could be gained. A draft
+model is taken as it is.
 """
 
 import statistics
@@ -116,17 +117,33 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--num-tokens", type=int, help="draft so many tokens in every step; else as many as pays"
     )
+    parser.add_argument(
+        "--draft-model", help="measure this draft model too, on the same tasks as n-grams"
+    )
     options = parser.parse_args(argv)
+    drafted = [name for name in options.only or () if name.startswith("draft_model")]
+    if drafted and options.draft_model is None:
+        parser.error(f"{drafted[0]} needs --draft-model")
     reference = resolve(options.model)
     network, wrapper, config = read_checkpoint(reference, ModelOptions(model=options.model))
     model = (dense(network), ModelTokenizer(wrapper, config), config)
-    drafting = SpeculativeConfig(method="ngram", num_tokens=options.num_tokens)
+    methods = {"ngram": SpeculativeConfig(method="ngram", num_tokens=options.num_tokens)}
+    if options.draft_model is not None:
+        methods["draft_model"] = SpeculativeConfig(
+            method="draft_model", model=options.draft_model, num_tokens=options.num_tokens
+        )
+    measured = {
+        f"{method}_{task}": (drafting, make_work)
+        for method, drafting in methods.items()
+        for task, make_work in TASKS.items()
+    }
 
     def measure(name: str) -> tuple[dict[str, float], Report]:
-        ratio, details = compare(model, BENCHMARKS[name], drafting, options.repeat)
+        drafting, make_work = measured[name]
+        ratio, details = compare(model, make_work, drafting, options.repeat)
         return {name: ratio}, details
 
-    return run(BENCHMARKS, options.only, measure)
+    return run(measured, options.only, measure)
 
 
 def compare(
@@ -177,11 +194,8 @@ def copy_together(tokenizer: ModelTokenizer) -> list[list[Request]]:
     return [[_request(tokenizer, f"row{i}", text, GREEDY) for i, text in enumerate(texts)]]
 
 
-BENCHMARKS = {
-    "ngram_copy_b1": copy_alone,
-    "ngram_chat_b1": chat_alone,
-    "ngram_copy_b8": copy_together,
-}
+TASKS = {"copy_b1": copy_alone, "chat_b1": chat_alone, "copy_b8": copy_together}
+BENCHMARKS = tuple(f"{method}_{task}" for method in ("ngram", "draft_model") for task in TASKS)
 
 
 def _request(tokenizer: ModelTokenizer, id: str, text: str, params: SamplingParams) -> Request:
