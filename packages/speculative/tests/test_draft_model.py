@@ -1,5 +1,7 @@
 """A small model that drafts: whatever it says, and however much of it is kept."""
 
+import gc
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -12,6 +14,7 @@ from treadle_core.errors import Unsupported
 from treadle_core.layers import ModelSpec, layer_bytes
 from treadle_core.mlx_runtime.adapter import TextModel, inspect
 from treadle_core.mlx_runtime.load import ModelOptions, load, load_draft_model, make_runner
+from treadle_core.mlx_runtime.probe import check_fusing
 from treadle_core.mlx_runtime.runner import ModelRunner
 from treadle_core.pacing import FixedChunk
 from treadle_core.plan import Key
@@ -53,7 +56,8 @@ def subject(family: str, seed: int = SAME) -> tuple[TextModel, ModelSpec]:
 
 def runner_of(family: str, seed: int = SAME, slack: int = 4) -> ModelRunner:
     model, spec = subject(family, seed)
-    return ModelRunner(model, spec, slack=slack)
+    # As loaded models are run: a piece of a prompt goes through the model with other rows.
+    return ModelRunner(model, spec, slack=slack, fuses=check_fusing(model, spec))
 
 
 def drafter_of(
@@ -265,6 +269,19 @@ def test_rows_that_are_aborted_or_preempted_leave_nothing_behind() -> None:
         assert found[id] == expected[id]
     assert found["r3"] == expected["r3"][: len(found["r3"])]
     assert drafter.held_bytes == 0
+
+
+def test_a_closed_engine_lets_go_of_the_draft_model() -> None:
+    drafter = drafter_of()
+    gone = weakref.ref(drafter)
+    engine = drafting("llama", drafter, 4)
+    del drafter
+    play(engine, requests_of(1))
+
+    engine.close()
+
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_row_that_says_what_it_does_not_know_gets_no_drafts() -> None:

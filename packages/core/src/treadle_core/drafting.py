@@ -306,6 +306,11 @@ class GuardedDrafter:
         """Forget every row. A drafter that failed stays off."""
         self._ask(lambda inner: inner.reset(), None)
 
+    def close(self) -> None:
+        """Forget every row, and the drafter inside with all that it holds."""
+        self.reset()
+        self._inner = None
+
     def _ask(self, call: Callable[[Drafter], T], otherwise: T) -> T:
         if self._inner is None:
             return otherwise

@@ -382,7 +382,7 @@ class Engine:
         self._tell(self._scheduler.number + 1)
         self._runner.close()
         if self._speculation is not None:
-            self._speculation.reset()
+            self._speculation.close()
         if self._store is not None:
             self._store.close()
         return self.flush()

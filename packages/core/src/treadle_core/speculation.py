@@ -110,6 +110,11 @@ class Speculation:
             self._controller.leave(key)
         self._joined.clear()
 
+    def close(self) -> None:
+        """Nobody drafts any more; the drafter's memory is free."""
+        self.reset()
+        self._drafter.close()
+
     def wants_drafts(self, rows: Sequence[Row]) -> bool:
         """Whether asking the drafter for the next step of these rows is worth it."""
         if not rows or self._failure is not None:

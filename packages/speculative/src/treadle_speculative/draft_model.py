@@ -418,9 +418,12 @@ class DraftModelDrafter:
         """What chunks and the forward after them took."""
         chunks = [item for item in changes.work if isinstance(item, Prefill)]
         num_rows = len(self._rows)
-        for chunk, seconds in zip(chunks, result.prefill_seconds, strict=True):
+        # The last one may have gone through the model with the decode.
+        for chunk, seconds in zip(chunks, result.prefill_seconds, strict=False):
             self._chunk.observe(num_rows, len(chunk.tokens), seconds)
-        if result.sampled:
+        if result.fused:
+            self._chunk.observe_fused(num_rows, len(chunks[-1].tokens), result.decode_seconds)
+        elif result.sampled:
             self._chunk.observe(num_rows, 0, result.decode_seconds)
 
     def _submit(self, changes: Changes, decodes: Sequence[Decode] = ()) -> PendingStep:
