@@ -236,7 +236,7 @@ def test_rows_beyond_its_memory_decode_plainly() -> None:
 
 def test_both_models_share_the_engines_budget() -> None:
     drafter = drafter_of()
-    engine = drafting("llama", drafter, 4, kv_memory_bytes=2_000_000)
+    engine = drafting("llama", drafter, 4, kv_memory_bytes=700_000)
     peak = 0
     for request in requests_of(6):
         engine.add(request)
@@ -244,7 +244,8 @@ def test_both_models_share_the_engines_budget() -> None:
         engine.step()
         stats = engine.stats()
         peak = max(peak, stats.kv_bytes + stats.draft_bytes)
-    assert 0 < peak <= 2_000_000
+    assert 0 < peak <= 700_000
+    assert drafter_of().take_share(1_000, subject("llama")[1]) == 500
     greedy = drafter_of(config=DraftModelConfig(kv_memory_bytes=3000))
     with pytest.raises(Unsupported, match="kv_memory_bytes of the draft model: got 3000"):
         drafting("llama", greedy, 4, kv_memory_bytes=3000)
