@@ -23,7 +23,14 @@ from msgspec.structs import replace
 from treadle_core.drafting import PENDING, DraftRoom, Proposal, Verified
 from treadle_core.errors import Unsupported
 from treadle_core.kv_layout import KvLayout
-from treadle_core.layers import ModelSpec, Window, flatten, layer_bytes, why_no_drafts
+from treadle_core.layers import (
+    ModelSpec,
+    Window,
+    flatten,
+    is_recurrent,
+    layer_bytes,
+    why_no_drafts,
+)
 from treadle_core.pacing import AdaptiveChunk
 from treadle_core.plan import Decode, Instruction, Key, Plan, Prefill, RowSetup, StepResult
 from treadle_core.ports import ChunkPolicy, PendingStep, Runner
@@ -178,7 +185,13 @@ class DraftModelDrafter:
     ) -> None:
         spec = runner.spec
         if not runner.max_draft_tokens:
-            raise Unsupported(f"draft_model: {spec.model_type} cannot draft: {why_no_drafts(spec)}")
+            why = why_no_drafts(spec) or "it was loaded to verify no drafts"
+            raise Unsupported(f"draft_model: {spec.model_type} cannot draft: {why}")
+        if is_recurrent(spec):
+            # Its slots go back by their length alone.
+            raise Unsupported(
+                f"draft_model: {spec.model_type} cannot draft: it has recurrent layers"
+            )
         check_same_tokenizer(tokenizer, target)
         self._runner = runner
         self._config = config or DraftModelConfig()
