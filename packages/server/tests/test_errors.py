@@ -1,6 +1,8 @@
 """The table of replies, and that nothing is missing in it."""
 
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib import import_module
 
 import pytest
 
@@ -16,6 +18,7 @@ from treadle_core import (
     TreadleError,
 )
 from treadle_server.errors import (
+    MEDIA_CODES,
     TABLE,
     AnswerFailed,
     BodyTooLarge,
@@ -36,19 +39,36 @@ def family(kind: type[TreadleError]) -> Iterator[type[TreadleError]]:
 
 
 def ours(kind: type[TreadleError]) -> bool:
-    """Whether the class is that of a package which the server uses; it takes no media yet."""
-    used = ("treadle_core", "treadle_cache", "treadle_speculative", "treadle_server")
-    return kind.__module__.startswith(used)
+    """Whether the class is not a test's."""
+    return kind.__module__.startswith("treadle_")
 
 
 def test_every_error_class_has_a_row() -> None:
-    missing = [kind.__name__ for kind in family(TreadleError) if ours(kind) and kind not in TABLE]
+    with suppress(ModuleNotFoundError):
+        import_module("treadle_multimodal")
+    missing = [
+        kind.__name__
+        for kind in family(TreadleError)
+        if ours(kind) and kind not in TABLE and kind.code not in MEDIA_CODES
+    ]
     assert missing == []
 
 
 def test_no_two_classes_share_a_code() -> None:
-    codes = [kind.code for kind in TABLE]
+    codes = [*(kind.code for kind in TABLE), *MEDIA_CODES]
     assert sorted(codes) == sorted(set(codes))
+
+
+def test_errors_of_media_have_rows_of_their_own() -> None:
+    errors = pytest.importorskip("treadle_multimodal.errors")
+    known = {kind.code: kind for kind in family(errors.MediaError)}
+    assert known.keys() == MEDIA_CODES.keys()
+    item = errors.Item(index=0, kind="image", source="x", field="messages[0].content[1]")
+    for code, row in MEDIA_CODES.items():
+        reply = reply_to(known[code]("url", "x", "y").of(item))
+        assert (reply.status, reply.body.error.code) == (row.status, code)
+        assert 400 <= row.status < 500
+        assert reply.body.error.param == "messages[0].content[1]"
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ REFERENCE_FLAGS = (
     "stall-seconds log-level disable-prefix-cache cache-memory-mb cache-memory-percent "
     "kv-cache-quantization kv-cache-quantization-bits kv-cache-quantization-group-size "
     "kv-cache-min-quantize-tokens paged-cache-block-size ssd-cache-dir ssd-cache-max-gb "
-    "warm-prompts"
+    "warm-prompts mllm max-video-frames default-video-fps"
 ).split()
 
 OWN_FLAGS = {
@@ -43,6 +43,30 @@ OWN_FLAGS = {
     "num-speculative-tokens",
     "draft-model",
     "speculative-lossy",
+    "text-only",
+    "max-media-items",
+    "max-image-bytes",
+    "max-video-bytes",
+    "max-audio-bytes",
+    "max-media-bytes",
+    "max-decoded-media-bytes",
+    "max-media-side",
+    "max-image-pixels",
+    "max-frame-pixels",
+    "max-video-pixels",
+    "max-video-seconds",
+    "max-audio-seconds",
+    "media-fetch-seconds",
+    "media-decode-seconds",
+    "max-media-redirects",
+    "max-concurrent-media",
+    "vision-cache-mb",
+    "disable-media-fetch",
+    "allow-http-media",
+    "allowed-media-domains",
+    "allowed-media-ports",
+    "allowed-media-networks",
+    "allowed-local-media-path",
 }
 
 # What else has to be said for a flag to mean something.
@@ -66,10 +90,19 @@ LEFT_OUT = (
     "cache_memory_percent",
     "max_kv_size",
     "draft_model",
+    "text_only",
+    "disable_media_fetch",
 )
 
 VALUES: dict[str, Any] = {
     "adapter_path": "adapters",
+    "allowed_local_media_path": ("/a", "/b"),
+    "allowed_media_domains": ("a.example", ".b.example"),
+    "allowed_media_networks": ("10.1.0.0/16", "fd00::/8"),
+    "allowed_media_ports": (8080, 8443),
+    "audio": ("a.wav",),
+    "image": ("a.png", "b.png"),
+    "video": ("a.mp4", "b.mp4"),
     "api_key": "k",
     "chunked_prefill_tokens": 64,
     "default_chat_template_kwargs": {"a": [1]},
@@ -252,6 +285,13 @@ def test_flags_win_over_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--ssd-cache-dir", "d", "--ssd-cache-max-gb", "0"], "ssd_cache_max_gb: got 0"),
         (["--ssd-cache-dir", ""], "ssd_cache_dir: got '', expected a path"),
         (["--checkpoint-interval", "0"], "checkpoint_interval: got 0"),
+        (["--text-only", "--max-media-items", "3"], "text_only and max_media_items exclude"),
+        (["--text-only", "--mllm"], "text_only and mllm exclude each other"),
+        (["--disable-media-fetch", "--allow-http-media"], "exclude each other"),
+        (["--disable-media-fetch", "--allowed-media-domains", "a.b"], "exclude each other"),
+        (["--vision-cache-mb", "-1"], "vision_cache_mb: got -1"),
+        (["--max-image-bytes", "many"], "--max-image-bytes: got 'many', expected `int"),
+        (["--allowed-media-ports", "https"], "--allowed-media-ports"),
         (["--timeout", "-1"], "timeout: got -1"),
         (["--api-key", ""], "api_key"),
         (["--served-model-name", ""], "served_model_name"),
@@ -314,6 +354,12 @@ def test_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixture[st
 def test_run_refuses_a_system_message_with_raw_text() -> None:
     with pytest.raises(Unsupported, match="raw"):
         run_config({"raw": True, "system": "s"}, "hi")
+
+
+@pytest.mark.parametrize("other", [{"raw": True}, {"text_only": True}])
+def test_run_refuses_media_where_none_would_be_seen(other: dict[str, Any]) -> None:
+    with pytest.raises(Unsupported, match="image"):
+        run_config({"image": ("a.png",), **other}, "hi")
 
 
 def test_run_is_greedy_unless_told_otherwise() -> None:

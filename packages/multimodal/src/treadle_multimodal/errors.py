@@ -29,11 +29,13 @@ class Item(Struct, frozen=True, kw_only=True):
         index: Its position among the request's media, from 0.
         kind: Image, video or audio.
         source: Where it comes from, shortened.
+        field: What the caller calls it; empty if by its position.
     """
 
     index: int
     kind: str
     source: str
+    field: str = ""
 
 
 class MediaError(InvalidRequest):
@@ -49,14 +51,17 @@ class MediaError(InvalidRequest):
     code = "invalid_media"
 
     def __init__(self, field: str, value: object, limit: str, item: Item | None = None) -> None:
-        where = "" if item is None else f"media[{item.index}] ({item.kind} {item.source}) "
-        super().__init__(f"{where}{field}", _cut(value), limit)
-        self.field = field
+        called = "" if item is None else item.field
+        where = "" if item is None else called or f"media[{item.index}]"
+        shown = "" if item is None else f"{where} ({item.kind} {item.source}) "
+        super().__init__(f"{shown}{field}", _cut(value), limit)
+        self.field = called or field
         self.item = item
+        self._name = field
 
     def of(self, item: Item) -> Self:
         """The same error, naming ``item``."""
-        return type(self)(self.field, self.value, self.limit, item)
+        return type(self)(self._name, self.value, self.limit, item)
 
 
 class MediaForbidden(MediaError):

@@ -58,11 +58,17 @@ class MediaLoader:
         self._slots = anyio.CapacityLimiter(config.limits.max_concurrent)
         self._threads = anyio.CapacityLimiter(config.limits.max_concurrent)
 
-    async def load(self, parts: Sequence[MediaPart]) -> tuple[Media, ...]:
+    async def load(
+        self, parts: Sequence[MediaPart], fields: Sequence[str] = ()
+    ) -> tuple[Media, ...]:
         """The media of one request, in the order of ``parts``.
 
         The first item that fails ends the others. When this returns, raises or is cancelled,
         nothing of it runs any more.
+
+        Args:
+            parts: What to load.
+            fields: What the caller calls each in errors; they are numbered by default.
 
         Raises:
             MediaError: There are too many, or an item cannot be used; ``item`` then names it.
@@ -80,7 +86,9 @@ class MediaLoader:
                     loaded[index] = await self._load_part(part, budget)
             except MediaError as error:
                 source = describe_source(part.source)
-                failures.append(error.of(Item(index=index, kind=part.kind, source=source)))
+                field = fields[index] if fields else ""
+                item = Item(index=index, kind=part.kind, source=source, field=field)
+                failures.append(error.of(item))
                 tasks.cancel_scope.cancel()
 
         async with anyio.create_task_group() as tasks:

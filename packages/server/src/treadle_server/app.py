@@ -16,6 +16,7 @@ from treadle_server.cache_routes import CacheRoutes
 from treadle_server.errors import reply_to_status
 from treadle_server.health import HealthRoutes, Watch
 from treadle_server.http import CLIENT_LEFT, ApiKey, Surprises, beside, error_response, explain
+from treadle_server.media import Media, text_only
 from treadle_server.openai.chat import ChatCompletions
 from treadle_server.openai.completions import Completions
 from treadle_server.openai.models import Models
@@ -35,6 +36,7 @@ def create_app(
     *,
     clock: Clock | None = None,
     warm: Sequence[WarmChat] = (),
+    media: Callable[[], Media] = text_only,
 ) -> Starlette:
     """An application that serves ``engine``. Any number of them may exist.
 
@@ -46,9 +48,10 @@ def create_app(
         config: What the server was told; the parts about loading are for whoever made the engine.
         clock: Time, for the watch over the engine.
         warm: Chats to compute at the start; see :mod:`treadle_server.warm`.
+        media: What the model does with media; called when the engine runs.
     """
     config = config or ServeConfig()
-    serving = Serving(engine, config)
+    serving = Serving(engine, config, media)
     watch = Watch(engine, clock or SystemClock(), config.http.stall_seconds)
     warmer = Warmer(serving, warm)
     app = Starlette(

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from treadle_core import InvalidRequest, TreadleError, Unsupported
 from treadle_server import compose
 from treadle_server.cache_command import Task, care_for
@@ -101,7 +103,8 @@ def serve_command(given: argparse.Namespace, rest: Sequence[str]) -> int:
     prepare_libraries(offline=config.model.offline)
     with listener(config.http.host, config.http.port) as bound:
         config = compose.with_served_name(config)
-        serve(config, compose.serving_engine(config), bound, warm)
+        served = compose.serving_engine(config)
+        serve(config, served.engine, bound, warm, served.media)
     return OK
 
 
@@ -128,9 +131,13 @@ def run_command(given: argparse.Namespace, rest: Sequence[str]) -> int:
     """
     config = run_config(from_flags(vars(given), RUN_OPTIONS), read_prompt(given.prompt))
     prepare_libraries(offline=config.model.offline)
-    engine = compose.running_engine(config)
+    # Whoever gives the command may read what it reads.
+    media = replace(config.media, allowed_local_media_path=("/",)) if config.run.media else None
+    if media is not None:
+        compose.check_media(media)
+    engine, takes = compose.running_engine(config, media or config.media)
     try:
-        run(engine, config.run, sys.stdout, sys.stderr)
+        run(engine, config.run, sys.stdout, sys.stderr, takes)
     except BrokenPipeError:
         # Whoever read has seen enough; the interpreter must not try to flush to it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -8,17 +8,20 @@ import logging
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from treadle_core import AsyncEngine, Engine, EngineConfig, Unsupported
+from treadle_core import AsyncEngine, Engine, EngineConfig, InvalidRequest, Unsupported
 from treadle_core.drafting import DraftController, Drafter
 from treadle_core.ports import PrefixStore
 from treadle_server.cache_command import Care
+from treadle_server.media import Media, MediaInput, NoMedia
 from treadle_server.saving import SavingStore
 from treadle_server.settings import (
+    MEBIBYTE,
     CacheOptions,
+    MediaOptions,
     MemoryConfig,
     ModelConfig,
     RunConfig,
@@ -32,6 +35,54 @@ MakeStore = Callable[[], PrefixStore]
 MakeDrafting = Callable[[], tuple[Callable[[Any], Drafter], DraftController]]
 Bench = Callable[[list[str]], int]
 
+MEDIA_PARTS = ("vision_config", "audio_config", "thinker_config")
+"""What the config of a checkpoint has if the model sees or hears."""
+
+MEDIA_LIMITS = {
+    "max_media_items": "max_items",
+    "max_image_bytes": "max_image_bytes",
+    "max_video_bytes": "max_video_bytes",
+    "max_audio_bytes": "max_audio_bytes",
+    "max_media_bytes": "max_request_bytes",
+    "max_decoded_media_bytes": "max_decoded_bytes",
+    "max_media_side": "max_side",
+    "max_image_pixels": "max_pixels",
+    "max_frame_pixels": "max_frame_pixels",
+    "max_video_frames": "max_frames",
+    "max_video_pixels": "max_video_pixels",
+    "max_video_seconds": "max_video_seconds",
+    "max_audio_seconds": "max_audio_seconds",
+    "media_fetch_seconds": "fetch_seconds",
+    "media_decode_seconds": "decode_seconds",
+    "max_media_redirects": "max_redirects",
+    "max_concurrent_media": "max_concurrent",
+}
+MEDIA_POLICY = {
+    "allow_http_media": "allow_http",
+    "allowed_media_domains": "allowed_hosts",
+    "allowed_media_ports": "allowed_ports",
+    "allowed_media_networks": "allowed_networks",
+}
+MEDIA_FILES = {
+    "allowed_local_media_path": "allowed_directories",
+    "default_video_fps": "video_fps",
+}
+"""Options of the server by what treadle-multimodal calls them, in three of its Structs."""
+
+
+class Opened(NamedTuple):
+    """An engine, and what its model does with media."""
+
+    engine: Engine
+    media: Media
+
+
+class Served(NamedTuple):
+    """An engine that is not started, and, once it is, what its model does with media."""
+
+    engine: AsyncEngine
+    media: Callable[[], Media]
+
 
 def open_engine(
     model: ModelConfig,
@@ -41,7 +92,8 @@ def open_engine(
     make_drafting: MakeDrafting | None = None,
     *,
     lossy: bool = False,
-) -> Engine:
+    media: MediaOptions | None = None,
+) -> Opened:
     """Load a model on the calling thread and make an engine over it.
 
     Args:
@@ -52,13 +104,27 @@ def open_engine(
         make_drafting: Makes the controller, and what makes the drafter once the model is loaded; None
             decodes one token at a time.
         lossy: Keep drafts without verifying them.
+        media: How images, videos and audio are taken, if the model takes some.
 
     Raises:
         ModelLoadError: The checkpoint cannot be used.
         Unsupported: An option cannot be honoured.
     """
     from treadle_core.mlx_runtime import open as runtime
-    from treadle_core.mlx_runtime.load import ModelOptions
+    from treadle_core.mlx_runtime.load import LoadedModel, ModelOptions, load
+
+    wanted = media or MediaOptions()
+    found: Media = NoMedia()
+
+    def load_model(options: ModelOptions, *, max_draft_tokens: int) -> LoadedModel:
+        nonlocal found
+        why = why_text_only(options.model, wanted)
+        if why:
+            check_text_only(wanted, why)
+            found = NoMedia(why=why)
+            return load(options, max_draft_tokens=max_draft_tokens)
+        loaded, found = load_with_media(options, wanted, max_draft_tokens)
+        return loaded
 
     options = ModelOptions(
         model=model.model,
@@ -76,34 +142,158 @@ def open_engine(
         make_store=make_store,
         make_drafting=make_drafting,
         lossy=lossy,
+        load_model=load_model,
     )
-    return opened
+    return Opened(opened, found)
 
 
-def serving_engine(config: ServeConfig) -> AsyncEngine:
+def serving_engine(config: ServeConfig) -> Served:
     """The engine to serve, not started: entering it loads the model on its own thread.
 
     Raises:
+        InvalidRequest: An option's value is beyond its limits.
         Unsupported: An option needs a package that is not installed.
     """
     # Asked when the engine is there, on its own thread.
     make_store = store_maker(config.cache, asked_for(config), lambda: engine.closing)
     make_drafting = drafting_maker(config.speculative)
-    engine = AsyncEngine(
-        lambda: open_engine(
+    check_media(config.media)
+    media: Media = NoMedia()
+
+    def make() -> Engine:
+        nonlocal media
+        opened, media = open_engine(
             config.model,
             config.engine,
             config.memory,
             make_store,
             make_drafting,
             lossy=config.speculative.speculative_lossy,
+            media=config.media,
         )
+        return opened
+
+    engine = AsyncEngine(make)
+    return Served(engine, lambda: media)
+
+
+def check_media(options: MediaOptions) -> None:
+    """Refuse what can be refused before a model is loaded.
+
+    Raises:
+        InvalidRequest: With the option, its value and what is accepted.
+        Unsupported: The package that reads media is not installed.
+    """
+    if options.said:
+        check_installed(options.said[0], "multimodal")
+        media_config(options)
+
+
+def why_text_only(model: str | None, options: MediaOptions) -> str:
+    """Why a checkpoint is used for text alone, in words; empty if it is not."""
+    from treadle_core.mlx_runtime.load import read_json, resolve
+
+    reference = resolve(model)
+    config = read_json(reference, "config.json")
+    if not any(part in config for part in MEDIA_PARTS):
+        return "the model takes text only"
+    if options.text_only:
+        return "text_only says so"
+    if not is_installed("multimodal"):
+        return needed("the model would take them, but that", "multimodal")
+    from treadle_multimodal.families import FAMILIES
+
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        return f"{family} has not been checked with them; checked are {', '.join(FAMILIES)}"
+    if not any(
+        read_json(reference, f"{name}_config.json") for name in ("preprocessor", "processor")
+    ):
+        return "the checkpoint has no processor for them"
+    return ""
+
+
+def check_text_only(options: MediaOptions, why: str) -> None:
+    """Say which options mean nothing for a model that is used for text alone.
+
+    Raises:
+        Unsupported: It was not to be used so.
+    """
+    if options.mllm:
+        raise Unsupported(f"mllm cannot be honoured, no media are taken: {why}")
+    if options.said:
+        logger.warning("%s means nothing, no media are taken: %s", options.said[0], why)
+
+
+def load_with_media(options: Any, wanted: MediaOptions, max_draft_tokens: int) -> tuple[Any, Media]:
+    """Load a model that takes media, and make what reads them.
+
+    Args:
+        options: What to load, as core's ``ModelOptions``.
+        wanted: How media are taken.
+        max_draft_tokens: Longest draft that is to be verified.
+
+    Raises:
+        ModelLoadError: The checkpoint cannot be used.
+        Unsupported: An option cannot be honoured with media.
+    """
+    from treadle_multimodal import MediaLoader, parse_part
+    from treadle_multimodal.vlm.checkpoint import load_vlm
+
+    sizes: dict[str, int] = {}
+    if wanted.vision_cache_mb is not None:
+        sizes["feature_bytes"] = wanted.vision_cache_mb * MEBIBYTE
+    try:
+        loaded = load_vlm(options, max_draft_tokens=max_draft_tokens, **sizes)
+    except Unsupported as error:
+        raise Unsupported(f"{error}; text_only takes no media") from error
+    preprocessor = loaded.preprocessor
+    media = MediaInput(
+        kinds=frozenset(preprocessor.kinds),
+        parse=parse_part,
+        load=MediaLoader(media_config(wanted)).load,
+        encode=preprocessor.encode,
     )
-    return engine
+    return loaded.base, media
 
 
-def running_engine(config: RunConfig) -> Engine:
+def media_config(options: MediaOptions) -> Any:
+    """The configuration of treadle-multimodal.
+
+    Raises:
+        InvalidRequest: With the option, its value and what is accepted.
+    """
+    from treadle_multimodal import FetchPolicy, MediaLimits, MultimodalConfig
+
+    for directory in options.allowed_local_media_path:
+        if not Path(directory).is_dir():
+            raise InvalidRequest("allowed_local_media_path", directory, "a directory")
+    try:
+        return MultimodalConfig(
+            limits=MediaLimits(**said(options, MEDIA_LIMITS)),
+            fetch=FetchPolicy(
+                enabled=not options.disable_media_fetch, **said(options, MEDIA_POLICY)
+            ),
+            **said(options, MEDIA_FILES),
+        )
+    except InvalidRequest as error:
+        known = {
+            theirs: ours for ours, theirs in (MEDIA_LIMITS | MEDIA_POLICY | MEDIA_FILES).items()
+        }
+        raise InvalidRequest(known[error.field], error.value, error.limit) from None
+
+
+def said(options: MediaOptions, names: dict[str, str]) -> dict[str, Any]:
+    """Those of the options that were said, by their other names."""
+    return {names[field]: getattr(options, field) for field in options.said if field in names}
+
+
+def running_engine(config: RunConfig, media: MediaOptions) -> Opened:
     """The engine of ``treadle run``, on the calling thread.
+
+    Args:
+        config: Options of the command.
+        media: How images, videos and audio are taken.
 
     Raises:
         ModelLoadError: A checkpoint cannot be used.
@@ -115,6 +305,7 @@ def running_engine(config: RunConfig) -> Engine:
         config.memory,
         make_drafting=drafting_maker(config.speculative),
         lossy=config.speculative.speculative_lossy,
+        media=media,
     )
 
 
@@ -161,10 +352,15 @@ def check_installed(what: str, extra: str) -> None:
         Unsupported: It is not installed.
     """
     if not is_installed(extra):
-        raise Unsupported(
-            f"{what} needs the package treadle-{extra}: "
-            f"install treadle-server with its extra, treadle-server[{extra}]"
-        )
+        raise Unsupported(needed(what, extra))
+
+
+def needed(what: str, extra: str) -> str:
+    """What to install."""
+    return (
+        f"{what} needs the package treadle-{extra}: "
+        f"install treadle-server with its extra, treadle-server[{extra}]"
+    )
 
 
 def make_store(options: CacheOptions, stops: Callable[[], bool] = lambda: False) -> PrefixStore:

@@ -217,6 +217,18 @@ TABLE: dict[type[TreadleError], Row] = {
     AnswerFailed: Row(500, SERVER),
 }
 
+MEDIA_CODES: dict[str, Row] = {
+    "invalid_media": Row(400, INVALID),
+    "media_forbidden": Row(400, INVALID),
+    "media_too_large": Row(413, INVALID),
+    "unsupported_media": Row(422, INVALID),
+    "broken_media": Row(422, INVALID),
+    "media_unavailable": Row(400, INVALID, retryable=True),
+    # Whoever tries at once would wait as long again.
+    "media_timeout": Row(400, INVALID),
+}
+"""The same for the errors of treadle-multimodal, which need not be installed, by their codes."""
+
 BY_CODE: dict[str, Row] = {error.code: row for error, row in TABLE.items()}
 
 
@@ -256,7 +268,12 @@ def reply_to(error: TreadleError) -> Reply:
 
 def row_for(kind: type[TreadleError]) -> Row:
     """The row of a class, or of its nearest base that has one."""
-    return next(TABLE[base] for base in kind.__mro__ if base in TABLE)
+    for base in kind.__mro__:
+        assert issubclass(base, TreadleError), "TreadleError has a row"
+        row = TABLE.get(base) or MEDIA_CODES.get(base.code)
+        if row is not None:
+            return row
+    raise AssertionError("TreadleError has a row")
 
 
 def make_reply(row: Row, message: str, *, code: str, param: str | None = None) -> Reply:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import anyio
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -131,6 +131,26 @@ async def while_connected(
     async with beside(watch):
         await work(watched)
     return complete
+
+
+async def unless_left(receive: Receive, work: Callable[[], Awaitable[T]]) -> T:
+    """The result of ``work``, which is cancelled when the client leaves.
+
+    Args:
+        receive: The request's channel, its body read already.
+        work: Sends nothing.
+
+    Raises:
+        ClientDisconnect: The client left.
+    """
+
+    async def watch(scope: anyio.CancelScope) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        raise ClientDisconnect
+
+    async with beside(watch):
+        return await work()
 
 
 class ApiKey:

@@ -17,6 +17,7 @@ from treadle_core import EngineConfig, InvalidRequest, Unsupported
 from treadle_server.settings import (
     CacheOptions,
     HttpConfig,
+    MediaOptions,
     MemoryConfig,
     ModelConfig,
     RequestDefaults,
@@ -198,6 +199,73 @@ SPECULATIVE = (
     ),
 )
 
+TEXT_ONLY = Option(
+    MediaOptions, "text_only", "take no images, videos or audio, though the model would"
+)
+MEDIA_LIMITS = tuple(
+    Option(MediaOptions, field, help, metavar)
+    for field, metavar, help in (
+        ("max_media_items", "N", "most images, videos and audio of a request (32)"),
+        ("max_image_bytes", "BYTES", "most bytes of an image's file (20 MiB)"),
+        ("max_video_bytes", "BYTES", "most bytes of a video's file (256 MiB)"),
+        ("max_audio_bytes", "BYTES", "most bytes of an audio file (64 MiB)"),
+        ("max_media_bytes", "BYTES", "most bytes of all these files of a request (512 MiB)"),
+        (
+            "max_decoded_media_bytes",
+            "BYTES",
+            "most bytes of pixels and samples of a request (1024 MiB)",
+        ),
+        ("max_media_side", "PIXELS", "longest side of an image or a video frame (16384)"),
+        ("max_image_pixels", "PIXELS", "most pixels of an image (40000000)"),
+        ("max_frame_pixels", "PIXELS", "most pixels of a video frame (8847360)"),
+        ("max_video_frames", "N", "most frames taken from a video (128)"),
+        ("max_video_pixels", "PIXELS", "most pixels of these frames (265420800)"),
+        ("max_video_seconds", "SECONDS", "longest video (1800)"),
+        ("max_audio_seconds", "SECONDS", "longest audio (1800)"),
+        ("media_fetch_seconds", "SECONDS", "until fetching an item fails (30)"),
+        ("media_decode_seconds", "SECONDS", "until decoding an item fails (60)"),
+        ("max_media_redirects", "N", "most redirects followed for an item (5)"),
+        ("max_concurrent_media", "N", "most items fetched or decoded at once (4)"),
+        ("default_video_fps", "FPS", "frames taken per second of video (2)"),
+        ("vision_cache_mb", "MB", "mebibytes of vision features that are kept (512)"),
+    )
+)
+MEDIA = (
+    Option(MediaOptions, "mllm", "refuse a model that takes no images, videos or audio"),
+    TEXT_ONLY,
+    *MEDIA_LIMITS,
+    Option(MediaOptions, "disable_media_fetch", "fetch no URLs of images, videos and audio"),
+    Option(MediaOptions, "allow_http_media", "fetch from http URLs too, not from https alone"),
+    Option(
+        MediaOptions,
+        "allowed_media_domains",
+        "host to fetch from, or .NAME for all below it; repeatable (every public host)",
+        "HOST",
+        many=True,
+    ),
+    Option(
+        MediaOptions,
+        "allowed_media_ports",
+        "port that a URL may name; repeatable (80 and 443)",
+        "PORT",
+        many=True,
+    ),
+    Option(
+        MediaOptions,
+        "allowed_media_networks",
+        "network to fetch from though it is not public, such as 10.1.0.0/16; repeatable",
+        "NETWORK",
+        many=True,
+    ),
+    Option(
+        MediaOptions,
+        "allowed_local_media_path",
+        "directory below which file: URLs are read; repeatable (none)",
+        "DIR",
+        many=True,
+    ),
+)
+
 SERVER = (
     Option(HttpConfig, "host", "address to listen on", "ADDRESS"),
     Option(HttpConfig, "port", "port to listen on; 0 lets the system choose", "PORT"),
@@ -249,10 +317,13 @@ RUN = (
     Option(RunOptions, "top_k", "sample from so many of the likeliest tokens; 0 is all", "K"),
     Option(RunOptions, "seed", "makes sampling repeatable", "N"),
     Option(RunOptions, "stop", "text that ends the answer; repeatable", "TEXT", many=True),
+    Option(RunOptions, "image", "file or URL of an image to show; repeatable", "FILE", many=True),
+    Option(RunOptions, "video", "file or URL of a video to show; repeatable", "FILE", many=True),
+    Option(RunOptions, "audio", "file or URL of audio to play; repeatable", "FILE", many=True),
 )
 
-SERVE_OPTIONS = (*MODEL, *ENGINE, *CACHE, *SPECULATIVE, *SERVER)
-RUN_OPTIONS = (*MODEL, *SPECULATIVE, *RUN)
+SERVE_OPTIONS = (*MODEL, *ENGINE, *CACHE, *SPECULATIVE, *MEDIA, *SERVER)
+RUN_OPTIONS = (*MODEL, *SPECULATIVE, *RUN, TEXT_ONLY, *MEDIA_LIMITS)
 
 # Each of a pair would make the other one mean nothing; a zero of the first is as if it were absent.
 EXCLUSIVE = (
@@ -354,7 +425,7 @@ def from_file(path: Path, options: Sequence[Option]) -> Values:
             raise InvalidRequest(
                 f"--config: {path}", key, "each option at most once, and no other keys"
             )
-        if known[field].many and isinstance(value, str):
+        if known[field].many and not isinstance(value, list):
             value = [value]
         values[field] = typed(known[field], value, f"--config: {path}: {key}", strict=True)
     return values
@@ -373,6 +444,7 @@ def serve_config(values: Values) -> ServeConfig:
         memory=part(MemoryConfig, SERVE_OPTIONS, values),
         cache=part(CacheOptions, SERVE_OPTIONS, values),
         speculative=part(SpeculativeOptions, SERVE_OPTIONS, values),
+        media=part(MediaOptions, SERVE_OPTIONS, values),
         engine=part(EngineConfig, SERVE_OPTIONS, values),
         defaults=part(RequestDefaults, SERVE_OPTIONS, values),
         http=part(HttpConfig, SERVE_OPTIONS, values),
@@ -392,6 +464,7 @@ def run_config(values: Values, prompt: str) -> RunConfig:
         memory=part(MemoryConfig, RUN_OPTIONS, values),
         speculative=part(SpeculativeOptions, RUN_OPTIONS, values),
         engine=part(EngineConfig, RUN_OPTIONS, values),
+        media=part(MediaOptions, RUN_OPTIONS, values),
         run=part(RunOptions, RUN_OPTIONS, values, prompt=prompt),
     )
 

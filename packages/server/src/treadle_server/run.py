@@ -1,7 +1,11 @@
 """``treadle run``: one prompt, its answer on stdout, everything else on stderr."""
 
+import re
 import time
+from pathlib import Path
 from typing import TextIO
+
+import anyio
 
 from treadle_core import (
     Engine,
@@ -12,12 +16,15 @@ from treadle_core import (
     Request,
     SamplingParams,
     TokenOut,
+    Unsupported,
 )
 from treadle_server.errors import AnswerFailed
+from treadle_server.media import Media, MediaPrompt, NoMedia
 from treadle_server.settings import RunOptions
-from treadle_server.tokenizer import chat_tokenizer
+from treadle_server.tokenizer import ChatTokenizer, chat_tokenizer
 
 REQUEST_ID = "run"
+URL = re.compile(r"(https?|data|file):", re.IGNORECASE)
 PLAIN_PROGRESS_SECONDS = 5.0
 
 
@@ -54,7 +61,13 @@ class ProgressLine:
             self._width = 0
 
 
-def run(engine: Engine, options: RunOptions, out: TextIO, notes: TextIO) -> None:
+def run(
+    engine: Engine,
+    options: RunOptions,
+    out: TextIO,
+    notes: TextIO,
+    media: Media = NoMedia(),  # noqa: B008 — frozen
+) -> None:
     """Answer one prompt.
 
     Args:
@@ -62,11 +75,12 @@ def run(engine: Engine, options: RunOptions, out: TextIO, notes: TextIO) -> None
         options: The prompt, and how to answer it.
         out: Gets the text as it comes.
         notes: Gets progress and figures.
+        media: What the model does with media.
 
     Raises:
         TreadleError: The prompt was not accepted, or its answer failed.
     """
-    engine.add(request(engine, options))
+    engine.add(request(engine, options, media))
     line = ProgressLine(notes)
     try:
         ending = answer(engine, out, line)
@@ -78,7 +92,7 @@ def run(engine: Engine, options: RunOptions, out: TextIO, notes: TextIO) -> None
     notes.write(figures(ending) + "\n")
 
 
-def request(engine: Engine, options: RunOptions) -> Request:
+def request(engine: Engine, options: RunOptions, media: Media) -> Request:
     """The engine's request.
 
     Raises:
@@ -92,26 +106,81 @@ def request(engine: Engine, options: RunOptions) -> Request:
         seed=options.seed,
         stop=options.stop,
     )
-    return Request(id=REQUEST_ID, prompt=prompt(engine, options), params=params)
+    tokenizer = chat_tokenizer(engine.tokenizer)
+    if not options.media:
+        return Request(id=REQUEST_ID, prompt=prompt(tokenizer, options), params=params)
+    made = media_prompt(tokenizer, options, media)
+    return Request(
+        id=REQUEST_ID, prompt=made.tokens, params=params, media=made.media, attachment=made
+    )
 
 
-def prompt(engine: Engine, options: RunOptions) -> tuple[int, ...]:
+def prompt(tokenizer: ChatTokenizer, options: RunOptions) -> tuple[int, ...]:
     """The prompt's token ids, as a chat unless it is raw.
 
     Raises:
         TreadleError: There are none, or the chat template refuses the prompt.
     """
-    tokenizer = chat_tokenizer(engine.tokenizer)
     if options.raw:
         tokens = tokenizer.encode(options.prompt)
     else:
-        messages = [{"role": "user", "content": options.prompt}]
-        if options.system is not None:
-            messages.insert(0, {"role": "system", "content": options.system})
-        tokens = tokenizer.encode_rendered(tokenizer.render_chat(messages))
+        tokens = tokenizer.encode_rendered(rendered(tokenizer, options))
     if not tokens:
         raise InvalidRequest("prompt", options.prompt, "at least one token")
     return tuple(tokens)
+
+
+def rendered(tokenizer: ChatTokenizer, options: RunOptions) -> str:
+    """The prompt as a chat.
+
+    Raises:
+        InvalidRequest: The chat template refuses it.
+    """
+    content: object = options.prompt
+    if options.media:
+        shown = [{"type": kind} for kind, _ in options.media]
+        content = [*shown, {"type": "text", "text": options.prompt}]
+    messages: list[dict[str, object]] = [{"role": "user", "content": content}]
+    if options.system is not None:
+        messages.insert(0, {"role": "system", "content": options.system})
+    return tokenizer.render_chat(messages)
+
+
+def media_prompt(tokenizer: ChatTokenizer, options: RunOptions, media: Media) -> MediaPrompt:
+    """The prompt with its media.
+
+    Raises:
+        InvalidRequest: One of them cannot be used, or the chat template refuses the prompt.
+        Unsupported: The model does not take them.
+    """
+    for kind, _ in options.media:
+        if isinstance(media, NoMedia):
+            raise Unsupported(f"{kind} cannot be shown to the model: {media.why}")
+        if kind not in media.kinds:
+            takes = " and ".join(sorted(media.kinds))
+            raise Unsupported(f"{kind} cannot be shown to the model, which takes {takes}")
+    assert not isinstance(media, NoMedia), "there are no media"
+    text = rendered(tokenizer, options)
+    parts = [
+        media.parse({"type": kind, kind: location(kind, place)}, kind)
+        for kind, place in options.media
+    ]
+    loaded = anyio.run(media.load, parts, [kind for kind, _ in options.media])
+    return media.encode(text, loaded)
+
+
+def location(kind: str, place: str) -> str:
+    """The URL of a file or a URL.
+
+    Raises:
+        InvalidRequest: There is no such file.
+    """
+    if URL.match(place):
+        return place
+    path = Path(place)
+    if not path.is_file():
+        raise InvalidRequest(kind, place, "a file that is there, or a URL")
+    return path.absolute().as_uri()
 
 
 def answer(engine: Engine, out: TextIO, line: ProgressLine) -> Finished:

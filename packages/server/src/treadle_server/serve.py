@@ -16,6 +16,7 @@ from treadle_server.app import create_app
 from treadle_server.errors import CannotListen
 from treadle_server.generation import Dispatcher
 from treadle_server.http import beside
+from treadle_server.media import Media, text_only
 from treadle_server.settings import ServeConfig
 from treadle_server.warm import WarmChat
 
@@ -68,6 +69,7 @@ def serve(
     engine: AsyncEngine,
     bound: socket.socket,
     warm: Sequence[WarmChat] = (),
+    media: Callable[[], Media] = text_only,
 ) -> None:
     """Serve on a bound socket until a signal ends it.
 
@@ -82,14 +84,18 @@ def serve(
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
-    anyio.run(serve_on, config, engine, bound, warm)
+    anyio.run(serve_on, config, engine, bound, warm, media)
 
 
 async def serve_on(
-    config: ServeConfig, engine: AsyncEngine, bound: socket.socket, warm: Sequence[WarmChat]
+    config: ServeConfig,
+    engine: AsyncEngine,
+    bound: socket.socket,
+    warm: Sequence[WarmChat],
+    media: Callable[[], Media],
 ) -> None:
     """The same, on an event loop."""
-    app = create_app(engine, config, warm=warm)
+    app = create_app(engine, config, warm=warm, media=media)
     options = uvicorn.Config(
         app,
         host=config.http.host,

@@ -5,15 +5,21 @@ import uuid
 from collections.abc import Callable
 from typing import TypeVar
 
+import anyio
+
 from treadle_core import AsyncEngine, InvalidRequest, PromptTooLong
 from treadle_server.errors import UnknownModel
 from treadle_server.generation import Dispatcher
+from treadle_server.media import Media, text_only
 from treadle_server.settings import ServeConfig
 from treadle_server.tokenizer import ChatTokenizer, TextWorkers, TokenNames, chat_tokenizer
 
 T = TypeVar("T")
 
 ANY_MODEL = "default"
+
+# Preparing a prompt with media takes memory while it runs, and most of it goes one after another.
+MAX_ENCODERS = 2
 
 
 class Serving:
@@ -22,15 +28,20 @@ class Serving:
     Args:
         engine: Makes the answers; it is entered by the application's lifespan.
         config: What the server was told.
+        media: What the model does with media; called when the engine runs.
     """
 
-    def __init__(self, engine: AsyncEngine, config: ServeConfig) -> None:
+    def __init__(
+        self, engine: AsyncEngine, config: ServeConfig, media: Callable[[], Media] = text_only
+    ) -> None:
         self.engine = engine
         self.config = config
         self.dispatcher = Dispatcher(engine)
         self.names = config.http.served_model_name or (ANY_MODEL,)
         self.created = int(time.time())
         self._workers = TextWorkers()
+        self._media = media
+        self._encoders = anyio.CapacityLimiter(MAX_ENCODERS)
         self._token_names: TokenNames | None = None
 
     @property
@@ -42,6 +53,11 @@ class Serving:
             Unsupported: It cannot do what the server needs.
         """
         return chat_tokenizer(self.engine.engine.tokenizer)
+
+    @property
+    def media(self) -> Media:
+        """What the model does with media."""
+        return self._media()
 
     @property
     def token_names(self) -> TokenNames:
@@ -114,6 +130,13 @@ class Serving:
     async def text_work(self, function: Callable[[], T]) -> T:
         """The result of rendering or tokenising, done in a worker thread."""
         return await self._workers.run(function)
+
+    async def media_work(self, function: Callable[[], T]) -> T:
+        """The result of preparing media, done in a worker thread.
+
+        It is waited for even if the caller is cancelled: until then its memory counts.
+        """
+        return await anyio.to_thread.run_sync(function, limiter=self._encoders)
 
 
 def new_id(prefix: str) -> str:

@@ -24,6 +24,16 @@ MAX_SSD_GB = 1e6
 MAX_SECONDS = 1e9
 MAX_DRAFT_TOKENS = 31
 
+# Fields of MediaOptions that say what is fetched, and how.
+FETCHING = (
+    "media_fetch_seconds",
+    "max_media_redirects",
+    "allow_http_media",
+    "allowed_media_domains",
+    "allowed_media_ports",
+    "allowed_media_networks",
+)
+
 SpeculativeMethod = Literal["off", "ngram", "draft-model"]
 SPECULATIVE_METHODS = ("off", "ngram", "draft-model")
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -289,6 +299,92 @@ class SpeculativeOptions(Struct, frozen=True, kw_only=True, forbid_unknown_field
             )
 
 
+class MediaOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How images, videos and audio in chats are taken. None is "not said" throughout.
+
+    The limits have the defaults and ranges of treadle-multimodal.
+
+    Attributes:
+        mllm: Refuse a model that takes none.
+        text_only: Take none, though the model would.
+        max_media_items: Images, videos and audio of one request together.
+        max_image_bytes: Of one encoded image.
+        max_video_bytes: Of one encoded video.
+        max_audio_bytes: Of one encoded audio.
+        max_media_bytes: Of all encoded media of one request.
+        max_decoded_media_bytes: Of all pixels and samples of one request.
+        max_media_side: Width and height of an image or a video frame.
+        max_image_pixels: Width times height of an image.
+        max_frame_pixels: Width times height of a video frame.
+        max_video_frames: Frames taken from one video.
+        max_video_pixels: Pixels of all frames taken from one video.
+        max_video_seconds: Length of a video.
+        max_audio_seconds: Length of audio.
+        media_fetch_seconds: For fetching one item, its redirects included.
+        media_decode_seconds: For decoding one item.
+        max_media_redirects: Redirects followed for one item.
+        max_concurrent_media: Items fetched or decoded at one moment, over all requests.
+        default_video_fps: Frames per second taken from a video, where the request does not say.
+        vision_cache_mb: Most mebibytes of vision features that are kept.
+        disable_media_fetch: Fetch no URLs.
+        allow_http_media: Fetch from http URLs too, not from https alone.
+        allowed_media_domains: Hosts to fetch from; one that begins with a dot stands for all names
+            below it. Empty allows every host.
+        allowed_media_ports: Ports that a URL may name.
+        allowed_media_networks: Networks to fetch from though they are not public.
+        allowed_local_media_path: Directories below which local files are read; none by default.
+    """
+
+    mllm: bool = False
+    text_only: bool = False
+    max_media_items: int | None = None
+    max_image_bytes: int | None = None
+    max_video_bytes: int | None = None
+    max_audio_bytes: int | None = None
+    max_media_bytes: int | None = None
+    max_decoded_media_bytes: int | None = None
+    max_media_side: int | None = None
+    max_image_pixels: int | None = None
+    max_frame_pixels: int | None = None
+    max_video_frames: int | None = None
+    max_video_pixels: int | None = None
+    max_video_seconds: float | None = None
+    max_audio_seconds: float | None = None
+    media_fetch_seconds: float | None = None
+    media_decode_seconds: float | None = None
+    max_media_redirects: int | None = None
+    max_concurrent_media: int | None = None
+    default_video_fps: float | None = None
+    vision_cache_mb: int | None = None
+    disable_media_fetch: bool = False
+    allow_http_media: bool = False
+    allowed_media_domains: tuple[str, ...] = ()
+    allowed_media_ports: tuple[int, ...] = ()
+    allowed_media_networks: tuple[str, ...] = ()
+    allowed_local_media_path: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check what treadle-multimodal does not, and that no field would be ignored.
+
+        Raises:
+            InvalidRequest: With the field, its value and what is accepted.
+            Unsupported: Two fields contradict each other.
+        """
+        if self.vision_cache_mb is not None:
+            check_int("vision_cache_mb", self.vision_cache_mb, 0)
+        if self.text_only and self.said:
+            raise Unsupported(f"text_only and {self.said[0]} exclude each other")
+        fetching = [field for field in FETCHING if getattr(self, field)]
+        if self.disable_media_fetch and fetching:
+            raise Unsupported(f"disable_media_fetch and {fetching[0]} exclude each other")
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        """Names of the fields that ask for something of a model that takes media."""
+        fields = (field for field in self.__struct_fields__ if field != "text_only")
+        return tuple(field for field in fields if getattr(self, field) not in (None, False, ()))
+
+
 class RequestDefaults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a request gets where it says nothing, and the most it may ask for.
 
@@ -389,6 +485,7 @@ class ServeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     memory: MemoryConfig = MemoryConfig()
     cache: CacheOptions = CacheOptions()
     speculative: SpeculativeOptions = SpeculativeOptions()
+    media: MediaOptions = MediaOptions()
     engine: EngineConfig = EngineConfig()
     defaults: RequestDefaults = RequestDefaults()
     http: HttpConfig = HttpConfig()
@@ -407,6 +504,9 @@ class RunOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         top_k: As in a request.
         seed: As in a request.
         stop: As in a request.
+        image: Files or URLs of images that the user shows before the words, in their order.
+        video: The same for videos, which follow the images.
+        audio: The same for audio, which comes last.
     """
 
     prompt: str = ""
@@ -418,6 +518,9 @@ class RunOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     top_k: int = 0
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    image: tuple[str, ...] = ()
+    video: tuple[str, ...] = ()
+    audio: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Check what the sampling parameters do not.
@@ -427,6 +530,14 @@ class RunOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """
         if self.raw and self.system is not None:
             raise Unsupported("system and raw exclude each other: raw text has no system message")
+        if self.raw and self.media:
+            raise Unsupported(f"{self.media[0][0]} and raw exclude each other: raw text has none")
+
+    @property
+    def media(self) -> tuple[tuple[str, str], ...]:
+        """Kind and place of each item, in order."""
+        named = (("image", self.image), ("video", self.video), ("audio", self.audio))
+        return tuple((kind, place) for kind, places in named for place in places)
 
 
 class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -436,4 +547,14 @@ class RunConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     memory: MemoryConfig = MemoryConfig()
     speculative: SpeculativeOptions = SpeculativeOptions()
     engine: EngineConfig = EngineConfig()
+    media: MediaOptions = MediaOptions()
     run: RunOptions = RunOptions()
+
+    def __post_init__(self) -> None:
+        """Refuse media that were not to be taken.
+
+        Raises:
+            Unsupported: There are.
+        """
+        if self.media.text_only and self.run.media:
+            raise Unsupported(f"text_only and {self.run.media[0][0]} exclude each other")

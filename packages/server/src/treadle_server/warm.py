@@ -22,7 +22,7 @@ from treadle_core import (
 )
 from treadle_server.errors import BadWarmPrompt
 from treadle_server.openai.messages import check_chat, template_messages
-from treadle_server.openai.prompts import Prompt, warm_prompt
+from treadle_server.openai.prompts import Prompt, refuse_media, warm_prompt
 from treadle_server.openai.schema import ChatRequest, Message
 from treadle_server.serving import Serving, new_id
 from treadle_server.validation import decode
@@ -186,6 +186,7 @@ def as_request(chat: bytes) -> ChatRequest:
     else:
         wire = ChatRequest(**asdict(decode(OBJECT, chat)))
     check_chat(wire)
+    refuse_media(wire)
     template_messages(wire)
     return wire
 

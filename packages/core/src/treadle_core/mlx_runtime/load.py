@@ -8,8 +8,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+)
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -335,13 +340,41 @@ def _read_directory(reference: str, options: ModelOptions) -> tuple[nn.Module, A
 
 
 def own_end_tokens(reference: str) -> frozenset[int]:
-    """The end tokens that a loaded checkpoint's ``config.json`` names."""
+    """The end tokens that a checkpoint's ``config.json`` names."""
+    return token_ids(read_json(reference, "config.json").get("eos_token_id"))
+
+
+def read_json(reference: str, name: str) -> dict[str, Any]:
+    """A JSON file of a checkpoint, whose weights need not be there; empty if it has none.
+
+    Raises:
+        ModelLoadError: The file holds something else.
+    """
+    path = _find_file(reference, name)
+    if path is None:
+        return {}
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelLoadError(reference, f"{name}: {describe(error)}") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(reference, f"{name} is no JSON object")
+    return content
+
+
+def _find_file(reference: str, name: str) -> Path | None:
+    """Where a file of a checkpoint is on this machine, fetched from the Hub if need be."""
     folder = Path(reference)
-    found: Any = folder / "config.json"
-    if not folder.exists():
-        found = try_to_load_from_cache(reference, "config.json")
-    config: dict[str, Any] = json.loads(Path(found).read_text(encoding="utf-8"))
-    return token_ids(config.get("eos_token_id"))
+    if folder.exists() or looks_like_path(reference):
+        return folder / name if (folder / name).is_file() else None
+    known = try_to_load_from_cache(reference, name)
+    if isinstance(known, str):
+        return Path(known)
+    try:
+        return Path(hf_hub_download(reference, name))
+    except (EntryNotFoundError, HfHubHTTPError, HFValidationError):
+        # Whether anything else of it is there shows when it is loaded.
+        return None
 
 
 def looks_like_path(reference: str) -> bool:

@@ -1,6 +1,6 @@
 """A Hugging Face tokenizer behind the engine's port, chat template included. Any thread may use it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -14,10 +14,18 @@ class ModelTokenizer:
     Args:
         wrapper: mlx-lm's tokenizer.
         config: The checkpoint's config, for the end tokens it names.
+        render: Renders chats, with the arguments of a template; by default the tokenizer does.
     """
 
-    def __init__(self, wrapper: TokenizerWrapper, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        wrapper: TokenizerWrapper,
+        config: Mapping[str, Any],
+        *,
+        render: Callable[..., str] | None = None,
+    ) -> None:
         self._wrapper = wrapper
+        self._render = render
         # mlx-lm gives no public name to it.
         self._hf: Any = wrapper._tokenizer  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
         self._size = len(self._hf)
@@ -47,7 +55,7 @@ class ModelTokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether :meth:`render_chat` works."""
-        return bool(self._hf.chat_template)
+        return self._render is not None or bool(self._hf.chat_template)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text; an opening token that the text begins with is not doubled.
@@ -103,14 +111,17 @@ class ModelTokenizer:
             raise InvalidRequest(
                 "messages", len(messages), "nothing: the model has no chat template"
             )
+        render = self._render or self._hf.apply_chat_template
         try:
-            text: Any = self._hf.apply_chat_template(
+            text: Any = render(
                 [dict(message) for message in messages],
                 tools=[dict(tool) for tool in tools] if tools else None,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
                 **template_args,
             )
+        except InvalidRequest:
+            raise
         except Exception as error:
             raise InvalidRequest(
                 "messages", f"{len(messages)} messages", f"what the chat template accepts ({error})"

@@ -83,7 +83,8 @@ def _load(
     # mlx-vlm puts the generation config's end tokens in place of the config's own.
     ends = token_ids(config.get("eos_token_id")) | own_end_tokens(reference)
     config = {**config, "eos_token_id": sorted(ends)}
-    tokenizer = ModelTokenizer(TokenizerWrapper(processor.tokenizer), config)
+    wrapper = TokenizerWrapper(processor.tokenizer)
+    tokenizer = ModelTokenizer(wrapper, config, render=preprocessor.render)
     runner = ModelRunner(model, spec, slack=slack, config=config)
     base = LoadedModel(model_name(reference), runner, tokenizer, config)
     return LoadedVlm(base, model, preprocessor)

@@ -33,6 +33,8 @@ TICKS_PER_SECOND = 1000
 STANDIN_SECONDS = 0.1
 """Of the silence that holds a clip's place until its own features are known."""
 
+PROBE = "treadle"
+
 Prepare = Callable[..., Mapping[str, Any]]
 
 Part = tuple[Arrays, int]
@@ -55,6 +57,7 @@ class Preprocessor:
         self._family: Family = make_family(config, processor)
         self._processor = processor
         self._max_frames: int | None = processor_video_sampling(processor).max_frames
+        self._takes_strings = takes_strings(self._apply_template)
         # Tokenizers keep their padding options in themselves while they run.
         self._lock = Lock()
 
@@ -79,12 +82,9 @@ class Preprocessor:
             MediaError: Text of the chat holds what stands for media.
         """
         self._check_texts(messages)
-        own = getattr(self._processor, "chat_template", None)
-        options = {"add_generation_prompt": True, **options, "tokenize": False}
-        if own:
-            options["chat_template"] = own["default"] if isinstance(own, dict) else own
-        # Not the processor's own method: mlx-vlm's for Gemma 4 puts all images before all sounds.
-        return self._processor.tokenizer.apply_chat_template(list(messages), **options)
+        if not self._takes_strings:
+            messages = [in_parts(message) for message in messages]
+        return self._apply_template(messages, **options)
 
     def encode(self, text: str, media: Sequence[Media]) -> EncodedPrompt:
         """A rendered prompt with its media, in the order of their markers.
@@ -112,6 +112,14 @@ class Preprocessor:
             delta=0 if positions is None else int(positions.max()) + 1 - len(tokens),
             blanks=tuple(int(position) for position in blanks),
         )
+
+    def _apply_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        own = getattr(self._processor, "chat_template", None)
+        options = {"add_generation_prompt": True, **options, "tokenize": False}
+        if own:
+            options["chat_template"] = own["default"] if isinstance(own, dict) else own
+        # Not the processor's own method: mlx-vlm's for Gemma 4 puts all images before all sounds.
+        return self._processor.tokenizer.apply_chat_template(list(messages), **options)
 
     def _check_texts(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Refuse text that the processor would expand or the model read as media."""
@@ -252,6 +260,22 @@ class Preprocessor:
         placeholder = self._family.markers[kind].placeholder
         digest = item_digest(self._model_type, placeholder, length, own)
         return PreparedItem(arrays=own, placeholder=placeholder, num_tokens=length, digest=digest)
+
+
+def takes_strings(render: Callable[..., str]) -> bool:
+    """Whether a chat template writes contents that are strings; some read parts only."""
+    try:
+        return PROBE in render([{"role": "user", "content": PROBE}])
+    except Exception:  # noqa: BLE001 — a template raises what it likes, and may refuse this chat
+        return False
+
+
+def in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same message, its content a list of parts."""
+    content: Any = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
 
 
 def kind_of(media: Media) -> Kind:

@@ -1,10 +1,16 @@
 """``POST /v1/chat/completions``."""
 
+import math
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import anyio
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from treadle_core import Request
-from treadle_server.http import read_body
+from treadle_core import DeadlineExceeded, Request
+from treadle_server.http import read_body, unless_left
 from treadle_server.openai.exchange import make_header, reply
 from treadle_server.openai.messages import check_chat
 from treadle_server.openai.prompts import chat_prompt
@@ -18,6 +24,8 @@ from treadle_server.openai.schema import CHAT, ChatRequest
 from treadle_server.openai.shapes import ChatShape
 from treadle_server.serving import Serving
 from treadle_server.validation import decode
+
+SHORTEST = 0.001
 
 
 class ChatCompletions:
@@ -39,7 +47,7 @@ class ChatCompletions:
         serving = self._serving
         wire = decode(CHAT, await read_body(http, serving.config.http.max_body_bytes))
         header = make_header(serving, wire, "chatcmpl")
-        request = await self._request(wire, header.id)
+        request = await unless_left(http.receive, lambda: self._request(wire, header.id))
         shape = ChatShape(header, serving.token_names, logprobs=request.params.logprobs)
         return reply(serving, wire, [request], shape)
 
@@ -50,14 +58,32 @@ class ChatCompletions:
         params = chat_params(wire, defaults)
         n = either(wire.n, 1)
         serving.check_answers("n", n)
-        prompt = await chat_prompt(serving, wire)
+        limit = deadline(wire, defaults)
+        begun = time.monotonic()
+        with within(limit, request_id):
+            prompt = await chat_prompt(serving, wire)
         return Request(
             id=request_id,
             prompt=prompt.tokens,
             boundaries=prompt.boundaries,
+            media=prompt.media,
+            attachment=prompt.attachment,
             cache_salt=wire.cache_salt,
             params=params,
             n=n,
             priority=wire.priority or 0,
-            deadline=deadline(wire, defaults),
+            deadline=None if limit is None else max(limit - (time.monotonic() - begun), SHORTEST),
         )
+
+
+@contextmanager
+def within(limit: float | None, request_id: str) -> Generator[None]:
+    """Cancel the body after ``limit`` seconds.
+
+    Raises:
+        DeadlineExceeded: It was cancelled.
+    """
+    with anyio.move_on_after(math.inf if limit is None else limit) as scope:
+        yield
+    if scope.cancelled_caught:
+        raise DeadlineExceeded(request_id, f"its prompt was not ready after {limit:g} seconds")

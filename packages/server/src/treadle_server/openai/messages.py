@@ -9,12 +9,11 @@ from treadle_core import InvalidRequest
 from treadle_server.errors import ChatRefused, NotOffered
 from treadle_server.openai.schema import (
     AssistantMessage,
-    AudioPart,
     ChatRequest,
     Content,
     DeveloperMessage,
     FilePart,
-    ImagePart,
+    MediaPart,
     Message,
     Part,
     RefusalPart,
@@ -23,7 +22,6 @@ from treadle_server.openai.schema import (
     ToolCall,
     ToolMessage,
     UserMessage,
-    VideoPart,
 )
 from treadle_server.tokenizer import ChatTokenizer
 
@@ -148,9 +146,22 @@ def encode(
     Raises:
         InvalidRequest: The model's template refuses them.
     """
+    return tokenizer.encode_rendered(write(tokenizer, messages, wire, template_args))
+
+
+def write(
+    tokenizer: ChatTokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    wire: ChatRequest,
+    template_args: Mapping[str, Any],
+) -> str:
+    """The text of ``messages``, everything else as in ``wire``.
+
+    Raises:
+        InvalidRequest: The model's template refuses them.
+    """
     generate = wire.add_generation_prompt is not False
-    text = tokenizer.render_chat(messages, add_generation_prompt=generate, **template_args)
-    return tokenizer.encode_rendered(text)
+    return tokenizer.render_chat(messages, add_generation_prompt=generate, **template_args)
 
 
 def template_messages(wire: ChatRequest) -> list[dict[str, Any]]:
@@ -171,7 +182,7 @@ def template_message(message: Message, where: str) -> dict[str, Any]:
         case SystemMessage() | DeveloperMessage():
             found: dict[str, Any] = {"role": "system", "content": text(message.content, where)}
         case UserMessage():
-            found = {"role": "user", "content": text(message.content, where)}
+            found = {"role": "user", "content": shown(message.content, where)}
         case ToolMessage():
             found = {
                 "role": "tool",
@@ -239,6 +250,45 @@ def text(content: Content, where: str) -> str:
     )
 
 
+def shown(content: Content, where: str) -> str | list[dict[str, str]]:
+    """What a user says: text, or parts if media are among it, each in its place.
+
+    Raises:
+        NotOffered: A part is neither.
+    """
+    if isinstance(content, str) or not any(isinstance(part, MediaPart) for part in content):
+        return text(content, where)
+    return [
+        {"type": part.kind}
+        if isinstance(part, MediaPart)
+        else {"type": "text", "text": part_text(part, f"{where}.content[{number}]")}
+        for number, part in enumerate(content)
+    ]
+
+
+def media_parts(wire: ChatRequest) -> list[tuple[str, MediaPart]]:
+    """The media that users show in a chat, in order, and where in the request they stand."""
+    return [
+        (f"messages[{number}].content[{index}]", part)
+        for number, message in enumerate(wire.messages)
+        if isinstance(message, UserMessage) and not isinstance(message.content, str)
+        for index, part in enumerate(message.content)
+        if isinstance(part, MediaPart)
+    ]
+
+
+def members(part: MediaPart, wire: ChatRequest) -> dict[str, object]:
+    """A media part as it was written, with what the request says for all parts of its kind."""
+    said: dict[str, object] = msgspec.to_builtins(part)
+    if part.kind == "video":
+        defaults = {"fps": wire.video_fps, "max_frames": wire.video_max_frames}
+        said = {**{key: value for key, value in defaults.items() if value is not None}, **said}
+    return said
+
+
+KIND_NAMES = {"image": "images", "video": "videos", "audio": "audio"}
+
+
 def part_text(part: Part, where: str) -> str:
     """The text of a part.
 
@@ -248,15 +298,9 @@ def part_text(part: Part, where: str) -> str:
     match part:
         case TextPart():
             return part.text
-        case ImagePart():
-            raise NotOffered(where, "images")
-        case AudioPart():
-            raise NotOffered(where, "audio input")
-        case VideoPart():
-            raise NotOffered(where, "videos")
         case FilePart():
             raise NotOffered(where, "files")
         case RefusalPart():
             raise NotOffered(where, "refusal parts")
         case _:
-            assert_never(part)
+            raise NotOffered(where, f"{KIND_NAMES[part.kind]} elsewhere than in user messages")

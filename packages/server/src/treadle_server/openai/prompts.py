@@ -5,10 +5,21 @@ from typing import Any
 
 from msgspec import Struct
 
-from treadle_server.errors import ChatRefused
+from treadle_core import InvalidRequest
+from treadle_core.prefix import MediaSpan
+from treadle_server.errors import ChatRefused, NotOffered
+from treadle_server.media import MediaInput, NoMedia
 from treadle_server.openai.boundaries import PLACEHOLDERS, common, find_boundaries
-from treadle_server.openai.messages import encode, render, template_messages
-from treadle_server.openai.schema import ChatRequest
+from treadle_server.openai.messages import (
+    KIND_NAMES,
+    encode,
+    media_parts,
+    members,
+    render,
+    template_messages,
+    write,
+)
+from treadle_server.openai.schema import ChatRequest, MediaPart
 from treadle_server.serving import Serving
 
 
@@ -18,11 +29,15 @@ class Prompt(Struct, frozen=True, kw_only=True):
     Attributes:
         tokens: Its token ids.
         boundaries: Numbers of them after which other chats may go on differently, where the engine
-            has a use for that.
+            has a use for that. None are looked for in a chat with media.
+        media: Where media stand in it.
+        attachment: What the model is given besides token ids.
     """
 
     tokens: tuple[int, ...]
     boundaries: tuple[int, ...] = ()
+    media: tuple[MediaSpan, ...] = ()
+    attachment: Any = None
 
 
 def template_arguments(serving: Serving, wire: ChatRequest) -> dict[str, Any]:
@@ -38,6 +53,9 @@ async def chat_prompt(serving: Serving, wire: ChatRequest) -> Prompt:
         InvalidRequest: A message has content that is not offered, or the prompt is too long.
         ChatRefused: The model's template refuses the chat.
     """
+    parts = media_parts(wire)
+    if parts:
+        return await media_prompt(serving, wire, parts)
     tokenizer, arguments = serving.tokenizer, template_arguments(serving, wire)
     rendered = await serving.text_work(lambda: render(tokenizer, wire, arguments))
     tokens = serving.check_size("messages", rendered)
@@ -50,6 +68,60 @@ async def chat_prompt(serving: Serving, wire: ChatRequest) -> Prompt:
     messages = template_messages(wire)
     boundaries = await serving.text_work(lambda: find_boundaries(messages, tokens, render_other))
     return Prompt(tokens=tokens, boundaries=boundaries)
+
+
+async def media_prompt(
+    serving: Serving, wire: ChatRequest, parts: Sequence[tuple[str, MediaPart]]
+) -> Prompt:
+    """The prompt of a chat with media, which are fetched last, when all else is in order.
+
+    Raises:
+        InvalidRequest: Media or other content cannot be used, or the prompt is too long.
+        ChatRefused: The model's template refuses the chat.
+    """
+    media = check_media(serving, parts)
+    tokenizer, arguments = serving.tokenizer, template_arguments(serving, wire)
+
+    def prepare() -> tuple[str, list[Any]]:
+        wanted = [media.parse(members(part, wire), where) for where, part in parts]
+        messages = template_messages(wire)
+        try:
+            return write(tokenizer, messages, wire, arguments), wanted
+        except InvalidRequest as error:
+            raise ChatRefused(error.field, error.value, error.limit) from error
+
+    text, wanted = await serving.text_work(prepare)
+    loaded = await media.load(wanted, [where for where, _ in parts])
+    prompt = await serving.media_work(lambda: media.encode(text, loaded))
+    tokens = serving.check_size("messages", prompt.tokens)
+    return Prompt(tokens=tokens, media=prompt.media, attachment=prompt)
+
+
+def check_media(serving: Serving, parts: Sequence[tuple[str, MediaPart]]) -> MediaInput:
+    """Who reads a chat's media.
+
+    Raises:
+        NotOffered: Nobody does, or not all of their kinds.
+    """
+    media = serving.media
+    for where, part in parts:
+        if isinstance(media, NoMedia):
+            raise NotOffered(where, f"{KIND_NAMES[part.kind]}: {media.why}")
+        if part.kind not in media.kinds:
+            takes = " and ".join(KIND_NAMES[kind] for kind in sorted(media.kinds))
+            raise NotOffered(where, f"{KIND_NAMES[part.kind]}: the model takes {takes}")
+    assert isinstance(media, MediaInput), "there are no parts"
+    return media
+
+
+def refuse_media(wire: ChatRequest) -> None:
+    """Refuse media where only text can be computed ahead.
+
+    Raises:
+        NotOffered: There are.
+    """
+    for where, part in media_parts(wire):
+        raise NotOffered(where, f"{KIND_NAMES[part.kind]} in warm prompts")
 
 
 async def warm_prompt(serving: Serving, wire: ChatRequest) -> Prompt:

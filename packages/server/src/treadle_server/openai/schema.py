@@ -3,7 +3,7 @@
 Limits are not checked here but where the values are used, so that each is written down once.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import Struct
@@ -17,16 +17,121 @@ class TextPart(
     text: str
 
 
-class ImagePart(Struct, frozen=True, kw_only=True, tag="image_url", tag_field="type"):
-    """An image; refused."""
+class Member(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A part that is an image, a video or audio, or something in one.
+
+    Whoever reads media looks at the values; here is what may be said. None is "not said".
+    """
 
 
-class AudioPart(Struct, frozen=True, kw_only=True, tag="input_audio", tag_field="type"):
-    """A recording; refused."""
+class ImageReference(Member, frozen=True, kw_only=True):
+    """Where an image is."""
+
+    url: str
+    detail: str | None = None
 
 
-class VideoPart(Struct, frozen=True, kw_only=True, tag="video_url", tag_field="type"):
-    """A video; refused."""
+class VideoReference(Member, frozen=True, kw_only=True):
+    """Where a video is, and which frames of it are taken."""
+
+    url: str
+    fps: float | None = None
+    max_frames: int | None = None
+
+
+class AudioReference(Member, frozen=True, kw_only=True):
+    """Where audio is."""
+
+    url: str
+
+
+class Base64Source(Member, frozen=True, kw_only=True, tag="base64", tag_field="type"):
+    """A file in the request, as Anthropic's clients write it."""
+
+    data: str
+    media_type: str | None = None
+
+
+class UrlSource(Member, frozen=True, kw_only=True, tag="url", tag_field="type"):
+    """A file elsewhere, as Anthropic's clients write it."""
+
+    url: str
+
+
+Source = Base64Source | UrlSource
+
+
+class ImageUrlPart(Member, frozen=True, kw_only=True, tag="image_url", tag_field="type"):
+    """An image, as OpenAI's clients write it."""
+
+    kind: ClassVar[str] = "image"
+    image_url: str | ImageReference | None = None
+    detail: str | None = None
+
+
+class InputImagePart(Member, frozen=True, kw_only=True, tag="input_image", tag_field="type"):
+    """The same, as they write it elsewhere."""
+
+    kind: ClassVar[str] = "image"
+    image_url: str | ImageReference | None = None
+    detail: str | None = None
+
+
+class ImagePart(Member, frozen=True, kw_only=True, tag="image", tag_field="type"):
+    """The same, as templates and Anthropic's clients write it."""
+
+    kind: ClassVar[str] = "image"
+    image: str | ImageReference | None = None
+    source: Source | None = None
+    detail: str | None = None
+
+
+class VideoUrlPart(Member, frozen=True, kw_only=True, tag="video_url", tag_field="type"):
+    """A video."""
+
+    kind: ClassVar[str] = "video"
+    video_url: str | VideoReference | None = None
+    fps: float | None = None
+    max_frames: int | None = None
+
+
+class VideoPart(Member, frozen=True, kw_only=True, tag="video", tag_field="type"):
+    """A video."""
+
+    kind: ClassVar[str] = "video"
+    video: str | VideoReference | None = None
+    source: Source | None = None
+    fps: float | None = None
+    max_frames: int | None = None
+
+
+class AudioUrlPart(Member, frozen=True, kw_only=True, tag="audio_url", tag_field="type"):
+    """Audio."""
+
+    kind: ClassVar[str] = "audio"
+    audio_url: str | AudioReference | None = None
+
+
+class AudioPart(Member, frozen=True, kw_only=True, tag="audio", tag_field="type"):
+    """Audio."""
+
+    kind: ClassVar[str] = "audio"
+    audio: str | AudioReference | None = None
+    source: Source | None = None
+
+
+class InputAudio(Member, frozen=True, kw_only=True):
+    """Audio in the request."""
+
+    data: str
+    format: str | None = None
+
+
+class InputAudioPart(Member, frozen=True, kw_only=True, tag="input_audio", tag_field="type"):
+    """Audio, as OpenAI's clients write it."""
+
+    kind: ClassVar[str] = "audio"
+    input_audio: InputAudio | None = None
 
 
 class FilePart(Struct, frozen=True, kw_only=True, tag="file", tag_field="type"):
@@ -37,7 +142,18 @@ class RefusalPart(Struct, frozen=True, kw_only=True, tag="refusal", tag_field="t
     """An assistant's refusal; refused."""
 
 
-Part = TextPart | ImagePart | AudioPart | VideoPart | FilePart | RefusalPart
+MediaPart = (
+    ImageUrlPart
+    | InputImagePart
+    | ImagePart
+    | VideoUrlPart
+    | VideoPart
+    | AudioUrlPart
+    | AudioPart
+    | InputAudioPart
+)
+
+Part = TextPart | MediaPart | FilePart | RefusalPart
 Content = str | list[Part]
 
 
@@ -178,6 +294,8 @@ class ChatRequest(Generation, frozen=True, kw_only=True, forbid_unknown_fields=T
     web_search_options: Any = None
     # Local extensions.
     add_generation_prompt: bool | None = None
+    video_fps: float | None = None
+    video_max_frames: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

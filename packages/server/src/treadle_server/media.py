@@ -1,0 +1,63 @@
+"""What the server needs of whoever understands images, videos and audio; none is needed for text.
+
+The composition root provides it once the model is loaded, because it depends on the model.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from msgspec import Struct
+
+from treadle_core.prefix import MediaSpan
+
+
+class MediaPrompt(Protocol):
+    """A prompt with media, as the model takes it."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Token ids, those that stand for media included."""
+        ...
+
+    @property
+    def media(self) -> tuple[MediaSpan, ...]:
+        """Where media stand."""
+        ...
+
+
+class MediaInput(Struct, frozen=True, kw_only=True):
+    """How the media of requests reach the model.
+
+    Attributes:
+        kinds: What the model takes, among ``image``, ``video`` and ``audio``.
+        parse: A content part of a request as what ``load`` takes; the second argument is its name
+            in errors. Raises InvalidRequest. Any thread may call it.
+        load: Fetches and decodes the media of one request, in order, in other threads than the
+            event loop's; the second argument names them in errors. Raises InvalidRequest. Nothing
+            of it runs any more after it has ended, by cancellation too.
+        encode: A rendered chat with its loaded media as a prompt. Raises InvalidRequest. It takes
+            a while: for worker threads.
+    """
+
+    kinds: frozenset[str]
+    parse: Callable[[Mapping[str, object], str], Any]
+    load: Callable[[Sequence[Any], Sequence[str]], Awaitable[Sequence[Any]]]
+    encode: Callable[[str, Sequence[Any]], MediaPrompt]
+
+
+class NoMedia(Struct, frozen=True, kw_only=True):
+    """The model is used for text alone.
+
+    Attributes:
+        why: The reason, in words.
+    """
+
+    why: str = "the model takes text only"
+
+
+Media = MediaInput | NoMedia
+
+
+def text_only() -> Media:
+    """What is known of a model of which nothing else is said."""
+    return NoMedia()
