@@ -1,5 +1,6 @@
 """Preparing equals mlx-vlm's own, items are told apart, and what does not fit is refused."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -224,6 +225,27 @@ def test_many_threads_prepare_at_once(family: str) -> None:
     for one, other in zip(found, expected, strict=True):
         assert one.tokens == other.tokens
         assert one.segments == other.segments
+
+
+def test_a_template_that_reads_parts_only_loses_no_words(tmp_path: Path) -> None:
+    """SmolVLM's own writes nothing for a content that is a string."""
+    path = zoo.save_checkpoint("smolvlm", tmp_path) / "tokenizer_config.json"
+    template = (
+        "{% for message in messages %}{{ message['role'] }}:"
+        "{% for part in message['content'] %}{% if part['type'] == 'image' %}<image>"
+        "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %};{% endfor %}"
+    )
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps({**settings, "chat_template": template}))
+    loaded = load_vlm(ModelOptions(model=str(tmp_path)))
+
+    chat = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "hi"}]},
+    ]
+
+    assert loaded.preprocessor.render(chat) == "system:be brief;user:<image>hi;"
+    assert loaded.base.tokenizer.render_chat(chat[:1]) == "system:be brief;"
 
 
 class TestOptions:

@@ -23,6 +23,7 @@ from treadle_core.testing import zoo
 from treadle_core.testing.fakes import BEGIN, END, ByteTokenizer
 from treadle_core.testing.scripted import ScriptedRunner
 from treadle_server.app import create_app
+from treadle_server.media import Media, text_only
 from treadle_server.settings import ServeConfig
 from treadle_server.warm import WarmChat
 
@@ -31,6 +32,11 @@ READY = "Treadle is ready on "
 
 needs_cache = pytest.mark.skipif(
     find_spec("treadle_cache") is None, reason="treadle-cache is not installed"
+)
+
+
+needs_multimodal = pytest.mark.skipif(
+    find_spec("treadle_multimodal") is None, reason="treadle-multimodal is not installed"
 )
 
 
@@ -154,6 +160,7 @@ def serve() -> Serve:
         observers: Sequence[Observer] = (),
         store: PrefixStore | None = None,
         warm: Sequence[WarmChat] = (),
+        media: Callable[[], Media] = text_only,
     ) -> AsyncGenerator[Served]:
         config = config or ServeConfig()
         script = Fixed(model) if isinstance(model, str) else model
@@ -167,7 +174,7 @@ def serve() -> Serve:
                 store=store,
             )
         )
-        app = create_app(engine, config, warm=warm)
+        app = create_app(engine, config, warm=warm, media=media)
         transport = httpx2.ASGITransport(app, raise_app_exceptions=raises)
         async with (
             app.router.lifespan_context(app),

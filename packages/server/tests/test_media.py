@@ -271,6 +271,18 @@ def test_the_same_words_with_another_picture_share_only_the_words_before(client:
         assert total - BLOCK <= cached < total
 
 
+def test_images_keep_their_order(client: Client) -> None:
+    one, other = (image_part(uri(encode(picture(seed, 140, 140)))) for seed in (51, 52))
+    _, cached = client.usage(user("first", one))
+    assert cached < BLOCK
+    # Each takes 25 tokens: two make more than a block.
+    client.usage(user("both", one, other))
+    _, cached = client.usage(user("and now", one, other))
+    assert cached >= BLOCK
+    _, cached = client.usage(user("and now", other, one))
+    assert cached < BLOCK
+
+
 def ask(client: Client, requests: Sequence[Sequence[Any]]) -> list[list[str]]:
     """The answers to requests made together."""
     with ThreadPoolExecutor(len(requests)) as pool:

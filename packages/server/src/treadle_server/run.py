@@ -162,10 +162,10 @@ def media_prompt(tokenizer: ChatTokenizer, options: RunOptions, media: Media) ->
     assert not isinstance(media, NoMedia), "there are no media"
     text = rendered(tokenizer, options)
     parts = [
-        media.parse({"type": kind, kind: location(kind, place)}, kind)
+        media.parse({"type": kind, kind: location(kind, place)}, f"--{kind}")
         for kind, place in options.media
     ]
-    loaded = anyio.run(media.load, parts, [kind for kind, _ in options.media])
+    loaded = anyio.run(media.load, parts, [f"--{kind}" for kind, _ in options.media])
     return media.encode(text, loaded)
 
 
@@ -179,7 +179,7 @@ def location(kind: str, place: str) -> str:
         return place
     path = Path(place)
     if not path.is_file():
-        raise InvalidRequest(kind, place, "a file that is there, or a URL")
+        raise InvalidRequest(f"--{kind}", place, "a file that is there, or a URL")
     return path.absolute().as_uri()
 
 

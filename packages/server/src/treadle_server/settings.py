@@ -381,8 +381,14 @@ class MediaOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def said(self) -> tuple[str, ...]:
         """Names of the fields that ask for something of a model that takes media."""
-        fields = (field for field in self.__struct_fields__ if field != "text_only")
-        return tuple(field for field in fields if getattr(self, field) not in (None, False, ()))
+        values = {field: getattr(self, field) for field in self.__struct_fields__}
+        del values["text_only"]
+        # Zero is said too, and refused where it means nothing.
+        return tuple(
+            field
+            for field, value in values.items()
+            if value is not None and value is not False and value != ()
+        )
 
 
 class RequestDefaults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
