@@ -7,7 +7,7 @@ default:
     @{{ just_executable() }} --list
 
 # The gate, in order, cheap first
-check: lock format lint contracts types alone test deps build
+check: lock format lint contracts types alone media test deps build
 
 # uv.lock fits the pyproject files
 lock:
@@ -45,6 +45,11 @@ alone *names=packages:
         uv run --package "treadle-$name" --isolated --exact --no-default-groups "${groups[@]}" \
             pytest "packages/$name/tests"
     done
+
+# The server with every extra: media from HTTP to the model, which no package alone can show
+media:
+    uv run --package treadle-server --extra all --isolated --exact --no-default-groups \
+        --group test --group client pytest packages/server/tests/test_media{,_options}.py
 
 # All tests, or one package's in the shared environment: `just test core -k sampling`
 test package="" *args:

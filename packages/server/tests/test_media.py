@@ -416,6 +416,11 @@ def bad_parts(host: Host, folder: Path) -> dict[str, tuple[Any, int, str]]:
         "an unknown detail": (
             {"type": "image_url", "image_url": {"url": good, "detail": "ultra"}}, 400, "invalid_media"
         ),
+        "a low detail": (
+            {"type": "image_url", "image_url": {"url": good, "detail": "low"}},
+            400,
+            "unsupported_value",
+        ),
         "not a video": ({"type": "video_url", "video_url": {"url": good}}, 422, "unsupported_media"),
         "truncated video": (
             {"type": "video", "video": uri(clip[: len(clip) // 2], "video/mp4")}, 422, "broken_media"

@@ -1,7 +1,7 @@
 """From the messages of a chat to what a chat template takes."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, assert_never
+from typing import Any, assert_never, cast
 
 import msgspec
 
@@ -277,9 +277,16 @@ def media_parts(wire: ChatRequest) -> list[tuple[str, MediaPart]]:
     ]
 
 
-def members(part: MediaPart, wire: ChatRequest) -> dict[str, object]:
-    """A media part as it was written, with what the request says for all parts of its kind."""
+def members(part: MediaPart, wire: ChatRequest, where: str) -> dict[str, object]:
+    """A media part as it was written, with what the request says for all parts of its kind.
+
+    Raises:
+        NotOffered: It asks for less than the model can see.
+    """
     said: dict[str, object] = msgspec.to_builtins(part)
+    for place in (said, *said.values()):
+        if isinstance(place, dict) and cast("dict[str, object]", place).get("detail") == "low":
+            raise NotOffered(f"{where}.detail", "a low detail of images")
     if part.kind == "video":
         defaults = {"fps": wire.video_fps, "max_frames": wire.video_max_frames}
         said = {**{key: value for key, value in defaults.items() if value is not None}, **said}

@@ -83,7 +83,7 @@ async def media_prompt(
     tokenizer, arguments = serving.tokenizer, template_arguments(serving, wire)
 
     def prepare() -> tuple[str, list[Any]]:
-        wanted = [media.parse(members(part, wire), where) for where, part in parts]
+        wanted = [media.parse(members(part, wire, where), where) for where, part in parts]
         messages = template_messages(wire)
         try:
             return write(tokenizer, messages, wire, arguments), wanted
