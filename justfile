@@ -49,7 +49,8 @@ alone *names=packages:
 # The server with every extra: media from HTTP to the model, which no package alone can show
 media:
     uv run --package treadle-server --extra all --isolated --exact --no-default-groups \
-        --group test --group client pytest packages/server/tests/test_media{,_options}.py
+        --group test --group client \
+        pytest packages/server/tests/test_media.py packages/server/tests/test_media_options.py
 
 # All tests, or one package's in the shared environment: `just test core -k sampling`
 test package="" *args:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from treadle_core import InvalidRequest
 from treadle_core.layers import Recurrent
 from treadle_core.testing import SMALL_SPEC, RecordingStore, ScriptedRunner
-from treadle_server.openai.boundaries import SHORTEST, common, find_boundaries
+from treadle_server.openai.boundaries import SHORTEST, common, find_boundaries, moved
 
 from .conftest import ChatByteTokenizer, Fixed
 
@@ -194,3 +194,13 @@ async def test_where_states_can_be_cut_no_other_chat_is_rendered(
             await served.chat(messages=[SYSTEM, FIRST, ANSWER, SECOND])
         counted.append(tokenizer.num_rendered)
     assert counted == [1, 4]
+
+
+def test_boundaries_move_with_media_that_take_the_places_of_what_was_written() -> None:
+    written = b"be brief.see <i> or <i>?answer.next"
+    tokens = written.replace(b"<i>", b"(i i i i)")
+    nums = [written.index(word) for word in (b"see", b" or", b"answer", b"next")]
+    assert moved(nums, written, tokens) == tuple(
+        tokens.index(word) for word in (b"see", b"answer", b"next")
+    )
+    assert moved(nums, written, written) == tuple(nums)

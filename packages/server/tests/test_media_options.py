@@ -13,11 +13,12 @@ import pytest
 from treadle_core import InvalidRequest, Unsupported
 from treadle_core.testing import zoo as text_zoo
 from treadle_server import compose
+from treadle_server.app import create_app
 from treadle_server.cli import main
 from treadle_server.media import MediaInput, NoMedia
-from treadle_server.settings import MediaOptions
+from treadle_server.settings import MediaOptions, ModelConfig, ServeConfig
 
-from .conftest import needs_multimodal
+from .conftest import needs_cache, needs_multimodal
 
 PART = {"type": "image_url", "image_url": {"url": "https://media.example/one.png"}}
 
@@ -321,3 +322,45 @@ async def test_media_that_take_longer_than_the_request_may_are_given_up(serve: A
         reply = await look(served, PART, timeout=0.05)
     assert reply.status_code == 504
     assert reading.cancelled.is_set()
+
+
+@needs_multimodal
+@needs_cache
+async def test_layers_that_cannot_be_cut_go_on_where_chats_with_media_part(tmp_path: Path) -> None:
+    zoo = pytest.importorskip("treadle_multimodal.testing.zoo")
+    pillow = pytest.importorskip("PIL.Image")
+    pillow.new("RGB", (80, 60), (250, 10, 10)).save(tmp_path / "red.png")
+    model = str(zoo.save_checkpoint("gemma3", tmp_path / "gemma3"))
+    config = ServeConfig(
+        model=ModelConfig(model=model),
+        media=MediaOptions(allowed_local_media_path=(str(tmp_path),)),
+    )
+    engine, media = await anyio.to_thread.run_sync(compose.serving_engine, config)
+    app = create_app(engine, config, media=media)
+    system = {"role": "system", "content": "You look at pictures and answer in a few words."}
+    image = {"type": "image", "image": f"file://{tmp_path}/red.png"}
+    first = {"role": "user", "content": [image, {"type": "text", "text": "Which colour is this?"}]}
+    other = {"role": "user", "content": [image, {"type": "text", "text": "How large is it?"}]}
+    answer = {"role": "assistant", "content": "It is red."}
+
+    async with (
+        app.router.lifespan_context(app),
+        httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://test") as client,
+    ):
+
+        async def usage(*messages: Any) -> tuple[int, int]:
+            wire = {"messages": messages, "max_tokens": 1, "temperature": 0}
+            reply = await client.post("/v1/chat/completions", json=wire)
+            counts = reply.json()["usage"]
+            return counts["prompt_tokens"], counts["prompt_tokens_details"]["cached_tokens"]
+
+        opening, _ = await usage(system)
+        shown, _ = await usage(system, first)
+        _, instructions = await usage(system, other)
+        await usage(system, first, answer, {"role": "user", "content": "And what shape has it?"})
+        _, before = await usage(system, first, answer, {"role": "user", "content": "Why so?"})
+
+    # A chat ends with what opens the answer, "<|im_start|>assistant" and a line break.
+    closing = len("assistant\n") + 1
+    assert opening - closing <= instructions < shown
+    assert before > shown

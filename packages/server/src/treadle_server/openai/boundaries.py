@@ -38,6 +38,24 @@ def find_boundaries(
     return tuple(sorted(num for num in found if num >= SHORTEST))
 
 
+def moved(nums: Sequence[int], written: Sequence[int], tokens: Sequence[int]) -> tuple[int, ...]:
+    """The same numbers for a prompt in which media take the places of what was written for them.
+
+    Those before the first and behind the last of the media are found, those between them are not.
+
+    Args:
+        nums: Numbers of first tokens of ``written``.
+        written: The chat's tokens, as its template writes media.
+        tokens: The prompt's.
+    """
+    head = common(written, tokens)
+    tail = common(written[::-1], tokens[::-1])
+    longer = len(tokens) - len(written)
+    before = [num for num in nums if num <= head]
+    behind = [num + longer for num in nums if num > head and len(written) - num <= tail]
+    return tuple(before + behind)
+
+
 def branches(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
     """Chats that share instructions, all but the last question, or everything with this one."""
     roles = [message["role"] for message in messages]

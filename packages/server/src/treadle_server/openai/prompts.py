@@ -4,12 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from treadle_core import InvalidRequest
 from treadle_core.prefix import MediaSpan
 from treadle_server.errors import ChatRefused, NotOffered
 from treadle_server.media import MediaInput, NoMedia
-from treadle_server.openai.boundaries import PLACEHOLDERS, common, find_boundaries
+from treadle_server.openai.boundaries import PLACEHOLDERS, common, find_boundaries, moved
 from treadle_server.openai.messages import (
     KIND_NAMES,
     encode,
@@ -29,7 +30,7 @@ class Prompt(Struct, frozen=True, kw_only=True):
     Attributes:
         tokens: Its token ids.
         boundaries: Numbers of them after which other chats may go on differently, where the engine
-            has a use for that. None are looked for in a chat with media.
+            has a use for that.
         media: Where media stand in it.
         attachment: What the model is given besides token ids.
     """
@@ -94,7 +95,21 @@ async def media_prompt(
     loaded = await media.load(wanted, [where for where, _ in parts])
     prompt = await serving.media_work(lambda: media.encode(text, loaded))
     tokens = serving.check_size("messages", prompt.tokens)
-    return Prompt(tokens=tokens, media=prompt.media, attachment=prompt)
+    made = Prompt(tokens=tokens, media=prompt.media, attachment=prompt)
+    if not serving.keeps_checkpoints:
+        return made
+
+    def render_other(messages: Sequence[Mapping[str, Any]]) -> Sequence[int]:
+        return encode(tokenizer, messages, wire, arguments)
+
+    def find() -> tuple[int, ...]:
+        # Media are left as they are written: nobody prepares them for chats that were not sent.
+        written = tokenizer.encode_rendered(text)
+        return moved(
+            find_boundaries(template_messages(wire), written, render_other), written, tokens
+        )
+
+    return replace(made, boundaries=await serving.text_work(find))
 
 
 def check_media(serving: Serving, parts: Sequence[tuple[str, MediaPart]]) -> MediaInput:
