@@ -22,6 +22,7 @@ from treadle_core.mlx_runtime.load import (
     load,
     looks_like_path,
     model_name,
+    read_json,
     resolve,
 )
 from treadle_core.mlx_runtime.open import open_engine
@@ -264,6 +265,20 @@ def test_the_name_of_a_directory_is_its_last_part(tmp_path: Path) -> None:
 
     assert model_name(f"{tmp_path}/tiny/") == "tiny"
     assert model_name(f"{tmp_path}/tiny/../tiny") == "tiny"
+
+
+def test_a_json_file_of_a_checkpoint_is_read_without_its_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "half.json").write_text("{")
+
+    assert read_json(str(tmp_path), "config.json") == {"model_type": "llama"}
+    assert read_json(str(tmp_path), "generation_config.json") == {}
+    assert read_json(str(tmp_path / "model.gguf"), "config.json") == {}
+    assert read_json("/no/such/place", "config.json") == {}
+    for name in ("list.json", "half.json"):
+        with pytest.raises(ModelLoadError, match=name):
+            read_json(str(tmp_path), name)
 
 
 OFFLINE = """

@@ -214,6 +214,24 @@ class TestChats:
 
         assert messages == CHAT
 
+    def test_somebody_else_may_render_and_its_own_refusal_comes_as_it_is(
+        self, folder: Path
+    ) -> None:
+        def render(messages: list[Any], **options: Any) -> str:
+            if not messages[0]["content"]:
+                raise InvalidRequest("text", "", "some")
+            return f"{messages[0]['content']}{options['mood']}"
+
+        config = json.loads((folder / "config.json").read_text())
+        tokenizer = ModelTokenizer(load_tokenizer(folder), config, render=render)
+
+        assert tokenizer.has_chat_template
+        assert tokenizer.render_chat(CHAT, mood="!") == "Hi!"
+        with pytest.raises(InvalidRequest, match="text: got '', expected some"):
+            tokenizer.render_chat([{"role": "user", "content": ""}], mood="")
+        with pytest.raises(InvalidRequest, match="what the chat template accepts"):
+            tokenizer.render_chat(CHAT)
+
     @staticmethod
     def with_template(folder: Path, template: str) -> ModelTokenizer:
         edit(folder / "tokenizer_config.json", chat_template=template)

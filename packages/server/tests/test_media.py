@@ -35,7 +35,7 @@ BLOCK = 32
 
 MAX_BYTES = 100_000
 MAX_ITEMS = 4
-FETCH_SECONDS = 1.0
+FETCH_SECONDS = 3.0
 
 
 def picture(seed: int, width: int = 80, height: int = 60) -> Image.Image:
@@ -492,7 +492,7 @@ def test_bad_media_get_their_own_error_in_time_and_running_streams_do_not_notice
     assert len(cases) >= 25
     replies = {name: (status, code) for name, (status, code, _, _) in found.items()}
     assert replies == {name: (status, code) for name, (_, status, code) in cases.items()}
-    slow = {name: seconds for name, (*_, seconds) in found.items() if seconds > FETCH_SECONDS + 5}
+    slow = {name: seconds for name, (*_, seconds) in found.items() if seconds > FETCH_SECONDS + 10}
     assert slow == {}
     assert found["a bomb"][2] == found["a slow host"][2] == "messages[0].content[0]"
     assert found["one good, one bad"][2] == "messages[0].content[1]"
