@@ -1,6 +1,7 @@
 """What decides whether a model takes media, how ``treadle run`` shows them, and who waits for whom."""
 
 import json
+import wave
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -214,6 +215,24 @@ def test_run_refuses_to_show_anything_to_a_text_model(
         assert "treadle-server[multimodal]" in err
     else:
         assert "image cannot be shown to the model: the model takes text only" in err
+
+
+@needs_multimodal
+def test_run_plays_audio_to_a_model_that_hears(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    zoo = pytest.importorskip("treadle_multimodal.testing.zoo")
+    model = zoo.save_checkpoint("gemma4", tmp_path / "hearing")
+    words, num_words = shown(model, capsys)
+    with wave.open(str(tmp_path / "noise.wav"), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(1)
+        # Not the model's rate.
+        file.setframerate(8000)
+        file.writeframes(bytes(range(256)) * 16)
+    heard, num_heard = shown(model, capsys, "--audio", str(tmp_path / "noise.wav"))
+    assert heard != words
+    assert num_heard > num_words + 2
 
 
 async def test_a_part_that_nobody_reads_is_refused_with_the_reason(serve: Any) -> None:

@@ -247,11 +247,14 @@ def load_with_media(options: Any, wanted: MediaOptions, max_draft_tokens: int) -
         loaded = load_vlm(options, max_draft_tokens=max_draft_tokens, **sizes)
     except Unsupported as error:
         raise Unsupported(f"{error}; text_only takes no media") from error
-    preprocessor = loaded.preprocessor
+    preprocessor, config = loaded.preprocessor, media_config(wanted)
+    hearing = preprocessor.family.hearing
+    if hearing is not None:
+        config = replace(config, audio_sample_rate=hearing.sample_rate)
     media = MediaInput(
         kinds=frozenset(preprocessor.kinds),
         parse=parse_part,
-        load=MediaLoader(media_config(wanted)).load,
+        load=MediaLoader(config).load,
         encode=preprocessor.encode,
     )
     return loaded.base, media
