@@ -1,7 +1,9 @@
 """Loading the media of a request: order, limits, failures that name the item, cancellation."""
 
+import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ from treadle_multimodal import (
     parse_content,
     parse_part,
 )
+from treadle_multimodal.load import spare_cores
 
 from .loopback import (
     HOST,
@@ -456,3 +459,29 @@ async def test_a_failed_request_leaves_the_loader_usable() -> None:
         with pytest.raises(BrokenMedia):
             await shared.load([image_part(b""), image_part(png())])
     assert len(await shared.load([image_part(png())])) == 1
+
+
+async def test_other_work_on_media_shares_the_threads_of_the_decoders() -> None:
+    shared = MediaLoader(MultimodalConfig())
+    lock, running, most = threading.Lock(), 0, 0
+    made: list[int] = []
+
+    def work(number: int) -> int:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.01)
+        with lock:
+            running -= 1
+        return number
+
+    async def run(number: int) -> None:
+        made.append(await shared.run(partial(work, number)))
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(8):
+            tasks.start_soon(run, number)
+
+    assert sorted(made) == list(range(8))
+    assert most <= spare_cores()

@@ -1,5 +1,7 @@
 """From the media parts of a request to decoded media: concurrent, bounded, in order."""
 
+import os
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Lock
@@ -56,7 +58,7 @@ class MediaLoader:
         self._fetcher = fetcher or Fetcher(config.fetch, config.limits)
         self._clock = clock or SystemClock()
         self._slots = anyio.CapacityLimiter(config.limits.max_concurrent)
-        self._threads = anyio.CapacityLimiter(config.limits.max_concurrent)
+        self._threads = anyio.CapacityLimiter(min(config.limits.max_concurrent, spare_cores()))
 
     async def load(
         self, parts: Sequence[MediaPart], fields: Sequence[str] = ()
@@ -97,6 +99,14 @@ class MediaLoader:
         if failures:
             raise failures[0]
         return tuple(loaded[index] for index in range(len(parts)))
+
+    async def run(self, work: Callable[[], _T]) -> _T:
+        """Run other heavy work on media, such as preparing a prompt, in one of the same threads.
+
+        So that all of it together leaves a core to the engine. When this returns, raises or is
+        cancelled, it does not run any more.
+        """
+        return await self._in_thread(work)
 
     async def _load_part(self, part: MediaPart, budget: "Budget") -> Media:
         source = part.source
@@ -174,6 +184,12 @@ class MediaLoader:
                 raise MediaTimeout("decoding", "more time", f"at most {seconds:g} seconds")
 
         return check
+
+
+def spare_cores() -> int:
+    """Cores that this process may use beside the engine's; at least one."""
+    usable = os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count() or 1)
+    return max(1, len(usable) - 1)
 
 
 class Budget:
