@@ -323,7 +323,7 @@ class TestFeatures:
         model = fresh(family)
         prompt = encoded(family, *ONE)
 
-        features = model.encode(prompt.items[0])
+        features = model.encoder.take(prompt.items[0])
 
         layers = [features.embeddings, *features.deepstack]
         deep = family in ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe")

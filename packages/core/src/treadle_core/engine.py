@@ -222,6 +222,7 @@ class Engine:
         self._reuse = self._attach(store) if store is not None else None
         self._scheduler = Scheduler(
             reuse=self._reuse,
+            encoder=runner.encoder,
             layout=KvLayout(
                 spec.layers,
                 budget_bytes=self._config.kv_memory_bytes,
@@ -338,14 +339,14 @@ class Engine:
             self._read_all()
         self._ask_drafter()
         plan = self._next_plan()
-        if self._flight and (plan.prefills or plan.has_first_tokens):
+        if self._flight and (plan.delays_streams or plan.has_first_tokens):
             # What the streams have coming must not wait for the chunk, nor for the step that is
             # read at once. And if the step failed that is read here, the plan is void.
             self._read_all()
             if self._events or self._planned is None:
                 return self.flush()
         self._planned = None
-        if self._held and plan.prefills:
+        if self._held and plan.delays_streams:
             # Whoever ended must not wait for somebody else's chunk.
             before, plan = plan.split()
             if not self._submit(before):
@@ -761,7 +762,7 @@ def _seconds(flown: InFlight, before: float | None, now: float) -> float | None:
 
     A plain step that had to fill the pipeline is longer than the ones that follow it.
     """
-    usual = flown.steady and not flown.plan.prefills
+    usual = flown.steady and not flown.plan.delays_streams
     return now - before if usual and before is not None else None
 
 

@@ -39,6 +39,10 @@ class FixedChunk:
         """Prompt tokens for the next step, at most ``limit``."""
         return min(self._tokens, limit) if num_decoding else limit
 
+    def seconds(self, num_decoding: int) -> float:
+        """How long a step may do something in place of a chunk."""
+        return SHORTEST_STALL if num_decoding else LONGEST_CHUNK_SECONDS
+
     def observe(self, num_decoding: int, num_prefill: int, seconds: float) -> None:
         """A fixed chunk learns nothing."""
 
@@ -86,6 +90,10 @@ class AdaptiveChunk:
         else:
             wanted = self._wanted_alone()
         return max(1, min(wanted, limit))
+
+    def seconds(self, num_decoding: int) -> float:
+        """How long a step may do something in place of a chunk."""
+        return self._target(0.0) if num_decoding else LONGEST_CHUNK_SECONDS
 
     def observe(self, num_decoding: int, num_prefill: int, seconds: float) -> None:
         """Learn from a chunk, or from a decode (``num_prefill`` is 0)."""

@@ -135,6 +135,20 @@ class Prefill(Struct, frozen=True, kw_only=True, tag="prefill"):
     start: int
 
 
+class Encode(Struct, frozen=True, kw_only=True, tag="encode"):
+    """Encode media of a row's prompt that its token ``start`` needs, for about ``seconds``.
+
+    What is not done by then goes on with the next such instruction.
+    """
+
+    key: Key
+    start: int
+    seconds: float
+
+
+Work = Instruction | Prefill | Encode
+
+
 class Decode(Struct, frozen=True, kw_only=True):
     """Feed one token to a row and sample the next; with a draft, more of both.
 
@@ -171,7 +185,8 @@ class Plan(Struct, frozen=True, kw_only=True):
         number: Counts plans.
         leaves: Answers whose sampling state can be forgotten.
         joins: Sampling state of the answers that join.
-        work: Changes of rows and buffers, and prefill chunks, in the order that they rely on.
+        work: Changes of rows and buffers, prefill chunks and what is encoded for them, in the order
+            that they rely on.
         decodes: Rows that sample: all decoding rows, ordered by group and row.
         lossy: Keep its drafts unverified, as far as no mask forbids them.
     """
@@ -179,7 +194,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     number: int
     leaves: tuple[Key, ...] = ()
     joins: tuple[RowSetup, ...] = ()
-    work: tuple["Instruction | Prefill", ...] = ()
+    work: tuple[Work, ...] = ()
     decodes: tuple[Decode, ...] = ()
     lossy: bool = False
 
@@ -188,10 +203,20 @@ class Plan(Struct, frozen=True, kw_only=True):
         """The prefill chunks alone."""
         return tuple(item for item in self.work if isinstance(item, Prefill))
 
+    @property
+    def encodes(self) -> tuple[Encode, ...]:
+        """What is encoded, alone."""
+        return tuple(item for item in self.work if isinstance(item, Encode))
+
+    @property
+    def delays_streams(self) -> bool:
+        """Whether it does more than decode, and the running streams wait for that."""
+        return any(isinstance(item, Prefill | Encode) for item in self.work)
+
     def split(self) -> "tuple[Plan, Plan]":
-        """What arranges rows before the first chunk, and all that runs the model."""
+        """What arranges rows before the model runs, and all from there on."""
         items = enumerate(self.work)
-        first = next((i for i, item in items if isinstance(item, Prefill)), len(self.work))
+        first = next((i for i, item in items if isinstance(item, Prefill | Encode)), len(self.work))
         before = replace(self, work=self.work[:first], decodes=())
         return before, replace(self, leaves=(), joins=(), work=self.work[first:])
 
@@ -213,7 +238,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     @property
     def has_work(self) -> bool:
         """Whether the plan runs the model."""
-        return bool(self.decodes) or any(isinstance(item, Prefill) for item in self.work)
+        return bool(self.decodes) or self.delays_streams
 
     @property
     def is_empty(self) -> bool:
@@ -233,7 +258,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     @property
     def keys(self) -> tuple[Key, ...]:
         """Answers that the model runs for."""
-        return tuple(dict.fromkeys([p.key for p in self.prefills] + [d.key for d in self.decodes]))
+        items = (*self.encodes, *self.prefills, *self.decodes)
+        return tuple(dict.fromkeys(item.key for item in items))
 
 
 class Sampled(Struct, frozen=True):
@@ -258,6 +284,7 @@ class StepResult(Struct, frozen=True, kw_only=True):
             waited for.
         fused: Whether the last chunk went through the model together with the decode: then it is
             not among ``prefill_seconds``, and what both took is the rest of ``seconds``.
+        encode_seconds: What encoding media took.
     """
 
     number: int
@@ -266,8 +293,9 @@ class StepResult(Struct, frozen=True, kw_only=True):
     seconds: float
     prefill_seconds: tuple[float, ...] = ()
     fused: bool = False
+    encode_seconds: float = 0.0
 
     @property
     def decode_seconds(self) -> float:
         """What the decode of all rows took, with the chunk that went with it."""
-        return max(0.0, self.seconds - sum(self.prefill_seconds))
+        return max(0.0, self.seconds - sum(self.prefill_seconds) - self.encode_seconds)

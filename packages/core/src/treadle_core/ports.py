@@ -1,7 +1,7 @@
 """Interfaces that the engine asks for. They speak tokens, bytes and plain data, never arrays."""
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from treadle_core.events import Event
 from treadle_core.layers import ModelSpec
@@ -32,6 +32,13 @@ class ChunkPolicy(Protocol):
             num_decoding: Rows that decode in it.
             limit: Most tokens.
             num_waiting: Sequences without a row.
+        """
+        ...
+
+    def seconds(self, num_decoding: int) -> float:
+        """How long a step with so many decoding rows may do something in place of a chunk.
+
+        Above zero. It is something that loses nothing by being cut, however many prompts wait.
         """
         ...
 
@@ -95,6 +102,39 @@ class PendingStep(Protocol):
         ...
 
 
+class Encoder(Protocol):
+    """Makes what a model sees of media, ahead of the chunks that show them.
+
+    Used from the engine's thread alone. A prompt is what a request brought as its attachment.
+    """
+
+    def ready(self, prompt: Any, start: int, stop: int) -> int:
+        """How far tokens ``[start, stop)`` of a prompt can be computed with what is there.
+
+        Returns:
+            ``stop``, or the first position that needs something to be encoded.
+        """
+        ...
+
+    def encode(self, prompt: Any, start: int, seconds: float) -> None:
+        """Work on what position ``start`` needs, and then on what the positions behind it need.
+
+        Args:
+            prompt: The row's.
+            start: A position that is not ready.
+            seconds: Stop then. It takes longer only where something cannot be cut.
+        """
+        ...
+
+    def release(self, prompt: Any) -> None:
+        """The prompt's row is gone: nothing has to be kept for it."""
+        ...
+
+    def reset(self) -> None:
+        """Drop what is being encoded."""
+        ...
+
+
 class Runner(Protocol):
     """The only place that touches the model. Used from one thread, the one that made it."""
 
@@ -113,6 +153,14 @@ class Runner(Protocol):
         """Longest draft of a row that a step may carry; rings hold as many tokens more.
 
         0 where rows cannot take tokens back: then no plan has drafts.
+        """
+        ...
+
+    @property
+    def encoder(self) -> Encoder | None:
+        """Encodes the media of prompts when a plan says so; None where the model reads text.
+
+        What it was not told to encode is encoded by the chunk that shows it.
         """
         ...
 

@@ -15,7 +15,7 @@ from treadle_core.errors import QueueFull
 from treadle_core.kv_layout import Group, KvLayout
 from treadle_core.plan import (
     Decode,
-    Instruction,
+    Encode,
     Key,
     Plan,
     Prefill,
@@ -23,8 +23,9 @@ from treadle_core.plan import (
     RowSetup,
     Sampled,
     StepResult,
+    Work,
 )
-from treadle_core.ports import ChunkPolicy
+from treadle_core.ports import ChunkPolicy, Encoder
 from treadle_core.prefix import Prefix
 from treadle_core.reuse import Reuse
 from treadle_core.sequence import Sequence, Status
@@ -67,7 +68,7 @@ class Draft:
         self.number = number
         self.leaves: list[Key] = []
         self.joins: list[RowSetup] = []
-        self.work: list[Instruction | Prefill] = []
+        self.work: list[Work] = []
         self.decodes: list[Decode] = []
 
     def freeze(self) -> Plan:
@@ -90,6 +91,7 @@ class Scheduler:
         queue: Who is next.
         limits: Bounds.
         reuse: What is looked up and stored; None computes everything.
+        encoder: Says which media have to be encoded before a chunk; None where there are none.
     """
 
     def __init__(
@@ -100,8 +102,10 @@ class Scheduler:
         queue: WaitingQueue,
         limits: Limits,
         reuse: Reuse | None = None,
+        encoder: Encoder | None = None,
     ) -> None:
         self._layout = layout
+        self._encoder = encoder
         self._chunk = chunk
         self._waiting = queue
         self._limits = limits
@@ -488,7 +492,12 @@ class Scheduler:
             served.append(sequence)
             if self._looks_again(draft, sequence, now):
                 continue
-            num = self._prefill(draft, sequence, left, room - 1)
+            ready = self._num_ready(sequence)
+            if sequence.num_to_prefill and not ready:
+                # A step of its own: what that takes is not known before.
+                self._encode(draft, sequence, num_decoding)
+                break
+            num = self._prefill(draft, sequence, left, min(ready, room - 1))
             left -= num + self._chunk.overhead
             room -= num + 1
             if num_decoding == 0 or left < self._chunk.overhead:
@@ -496,6 +505,19 @@ class Scheduler:
                 # need not wait for the prompts behind it.
                 break
         return served
+
+    def _num_ready(self, sequence: Sequence) -> int:
+        """Tokens to prefill whose media are encoded."""
+        prompt, num = sequence.request.attachment, sequence.num_to_prefill
+        if self._encoder is None or prompt is None or not num:
+            return num
+        start = sequence.num_computed
+        return self._encoder.ready(prompt, start, start + num) - start
+
+    def _encode(self, draft: Draft, sequence: Sequence, num_decoding: int) -> None:
+        seconds = self._chunk.seconds(num_decoding)
+        start = sequence.num_computed
+        draft.work.append(Encode(key=sequence.key, start=start, seconds=seconds))
 
     def _next_to_prefill(
         self,

@@ -321,6 +321,10 @@ class FaultyRunner:
     def max_draft_tokens(self) -> int:
         return self.inner.max_draft_tokens
 
+    @property
+    def encoder(self) -> None:
+        return None
+
     def submit(self, plan: Plan) -> PendingStep:
         self.left -= 1
         if self.left == 0 and self.stage == "before":

@@ -53,6 +53,10 @@ class FeatureCache(Generic[FeaturesT]):
         self._used = 0
         self._hits = self._misses = self._evicted = self._refused = 0
 
+    def __contains__(self, digest: bytes) -> bool:
+        """Whether something is there; this is no look-up."""
+        return digest in self._entries
+
     def get(self, digest: bytes) -> FeaturesT | None:
         """What was put under a digest, if it is still there."""
         found = self._entries.get(digest)

@@ -23,6 +23,7 @@ from treadle_core.layers import (
     Recurrent,
     Window,
 )
+from treadle_core.ports import Encoder
 
 DEFAULT_CONTEXT = 8192
 CONTEXT_KEYS = (
@@ -55,6 +56,11 @@ class ModelAdapter(Protocol):
 
     model: nn.Module
     """All of its weights are in here."""
+
+    @property
+    def encoder(self) -> Encoder | None:
+        """Encodes media ahead of the forwards that show them; None where the model reads text."""
+        ...
 
     def forward(
         self, tokens: mx.array, caches: list[Any], rows: Sequence[RowInput] = ()
@@ -93,6 +99,11 @@ class TextModel:
         self.model = model
         self._make_cache = make_cache
         self._vocab_size = vocab_size
+
+    @property
+    def encoder(self) -> None:
+        """It reads text."""
+        return None
 
     def forward(
         self, tokens: mx.array, caches: list[Any], rows: Sequence[RowInput] = ()

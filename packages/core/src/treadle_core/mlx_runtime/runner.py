@@ -21,6 +21,7 @@ from treadle_core.mlx_runtime.verifying import DraftChoice, verify
 from treadle_core.plan import (
     Close,
     Decode,
+    Encode,
     Instruction,
     Key,
     Open,
@@ -32,8 +33,9 @@ from treadle_core.plan import (
     Save,
     StepResult,
     Transfer,
+    Work,
 )
-from treadle_core.ports import PendingStep, PrefixStore
+from treadle_core.ports import Encoder, PendingStep, PrefixStore
 
 logger = logging.getLogger("treadle")
 
@@ -49,6 +51,7 @@ class SubmittedStep:
         choice: Its tokens, or None if nothing was sampled.
         started: When it was submitted, by the stopwatch.
         prefill_seconds: What each chunk took that was waited for.
+        encode_seconds: What encoding media took.
         stopwatch: Tells how long the step took.
         fused: Whether its last chunk and its decode went through the model together.
         finish: Called when the tokens are there: what is left of the step to do.
@@ -60,6 +63,7 @@ class SubmittedStep:
         choice: Choice | DraftChoice | None,
         started: float,
         prefill_seconds: list[float],
+        encode_seconds: float,
         stopwatch: "Stopwatch",
         *,
         fused: bool = False,
@@ -69,6 +73,7 @@ class SubmittedStep:
         self._fused = fused
         self._choice = choice
         self._prefill_seconds = prefill_seconds
+        self._encode_seconds = encode_seconds
         self._stopwatch = stopwatch
         self._started = started
         self._ended: float | None = None
@@ -92,6 +97,7 @@ class SubmittedStep:
             seconds=self._stopwatch.lap(self._started, self._ended),
             prefill_seconds=tuple(self._prefill_seconds),
             fused=self._fused,
+            encode_seconds=self._encode_seconds,
         )
 
 
@@ -171,6 +177,11 @@ class ModelRunner:
         assert self._model is not None, "the runner is closed"
         return fingerprint(self._model.model, self._config)
 
+    @property
+    def encoder(self) -> Encoder | None:
+        """Encodes the media of prompts; None where the model reads text."""
+        return None if self._model is None else self._model.encoder
+
     def use(self, store: PrefixStore) -> None:
         """Restore from, and save to, this store when a plan says so."""
         self._prefixes = store
@@ -188,7 +199,7 @@ class ModelRunner:
         """
         for key in plan.leaves:
             self._sampler.leave(key)
-            self._attachments.pop(key, None)
+            self._detach(key)
         for setup in plan.joins:
             self._sampler.join(setup)
             if setup.attachment is not None:
@@ -197,14 +208,14 @@ class ModelRunner:
             # Nobody is there: what the last row brought along need not be kept.
             self._sampler.clear()
             self._last = self._before = None
-        if plan.prefills and self._before is not None:
+        if plan.delays_streams and self._before is not None:
             # It may still be running: its end is where the first chunk begins.
             self._before.settle()
         started = self._stopwatch.now()
         work, chunk, after = self._apart(plan)
-        prefill_seconds = self._do_work(work)
+        prefills, encodes = self._do_work(work)
         # What is left only says which rows decode.
-        prefill_seconds += self._do_work(after)
+        self._do_work(after)
         if chunk is not None:
             choice = self._decode_beside(chunk, plan.decodes)
         else:
@@ -226,7 +237,8 @@ class ModelRunner:
             plan.number,
             choice,
             started,
-            prefill_seconds,
+            prefills,
+            sum(encodes),
             self._stopwatch,
             fused=chunk is not None,
             finish=finish,
@@ -239,6 +251,8 @@ class ModelRunner:
         self._groups.clear()
         self._sampler.clear()
         self._attachments.clear()
+        if self.encoder is not None:
+            self.encoder.reset()
         self._last = None
         self._before = None
         mx.clear_cache()
@@ -249,9 +263,7 @@ class ModelRunner:
         self._model = None
         mx.clear_cache()
 
-    def _apart(
-        self, plan: Plan
-    ) -> tuple[Sequence[Instruction | Prefill], Prefill | None, Sequence[Instruction | Prefill]]:
+    def _apart(self, plan: Plan) -> tuple[Sequence[Work], Prefill | None, Sequence[Work]]:
         """The work before the chunk that goes together with the decode, it, and what follows it."""
         last = max((i for i, w in enumerate(plan.work) if isinstance(w, Prefill)), default=-1)
         if last < 0 or not plan.decodes or plan.has_drafts or not self._fuses:
@@ -263,15 +275,26 @@ class ModelRunner:
             return plan.work, None, ()
         return plan.work[:last], chunk, after
 
-    def _do_work(self, work: Sequence[Instruction | Prefill]) -> list[float]:
-        """Arrange rows and prefill chunks; returns what each chunk took."""
-        seconds: list[float] = []
+    def _detach(self, key: Key) -> None:
+        """A row leaves: what was kept for its prompt is not needed, unless another row has it."""
+        prompt = self._attachments.pop(key, None)
+        if self.encoder is None or prompt is None:
+            return
+        if all(prompt is not other for other in self._attachments.values()):
+            self.encoder.release(prompt)
+
+    def _do_work(self, work: Sequence[Work]) -> tuple[list[float], list[float]]:
+        """Arrange rows, prefill and encode; returns what each chunk and each encoding took."""
+        prefills: list[float] = []
+        encodes: list[float] = []
         for item in work:
             if isinstance(item, Prefill):
-                seconds.append(self._prefill(item))
+                prefills.append(self._prefill(item))
+            elif isinstance(item, Encode):
+                encodes.append(self._encode(item))
             else:
                 self._arrange(item)
-        return seconds
+        return prefills, encodes
 
     def _arrange(self, change: Instruction) -> None:
         match change:
@@ -337,6 +360,13 @@ class ModelRunner:
             lambda: self._write(chunk), lambda: self._decode(decodes, lossy=False)
         )
         return choice
+
+    def _encode(self, encode: Encode) -> float:
+        """Encode media, apart from the chunk that needs them: that one's speed is per token."""
+        assert self.encoder is not None, "media for a model that reads text"
+        started = self._stopwatch.now()
+        self.encoder.encode(self._attachments[encode.key], encode.start, encode.seconds)
+        return self._stopwatch.now() - started
 
     def _decode(self, decodes: Sequence[Decode], *, lossy: bool) -> Choice | DraftChoice:
         if any(decode.draft for decode in decodes):

@@ -11,6 +11,7 @@ from treadle_core.testing.fakes import (
     ManualClock,
     RecordingObserver,
     ScriptedConstraint,
+    ScriptedEncoder,
     pack_mask,
 )
 from treadle_core.testing.prefixes import KeyedRow, RecordingStore, TokenRow, tokens_of
@@ -38,6 +39,7 @@ __all__ = [
     "RecordingStore",
     "Script",
     "ScriptedConstraint",
+    "ScriptedEncoder",
     "ScriptedFailure",
     "ScriptedRunner",
     "TokenRow",

@@ -93,6 +93,14 @@ class ChunkPolicyContract:
 
         assert len({policy.budget(4, 1_000) for _ in range(10)}) == 1
 
+    def test_there_is_always_time_for_something_else(self, policy: ChunkPolicy) -> None:
+        """Whatever was observed."""
+        for observation in _OBSERVATIONS:
+            for rows in (1, 256):
+                assert 0 < policy.seconds(rows) <= 1e4
+            assert policy.seconds(0) > 0
+            policy.observe(*observation)
+
     def test_beginning_a_chunk_costs_no_less_than_nothing(self, policy: ChunkPolicy) -> None:
         """At any time."""
         for observation in _OBSERVATIONS:

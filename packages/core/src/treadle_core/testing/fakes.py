@@ -1,9 +1,10 @@
 """Small fakes of the ports: a clock, a tokenizer, token constraints and an observer."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from treadle_core.events import Event
 from treadle_core.plan import Plan, StepResult
+from treadle_core.prefix import MediaSpan
 
 PAD, BEGIN, END = 256, 257, 258
 VOCAB_SIZE = 259
@@ -160,6 +161,69 @@ class ScriptedConstraint:
     def _entry(self) -> Collection[int] | None:
         position = len(self.taken)
         return self._allowed[position] if position < len(self._allowed) else None
+
+
+class ScriptedEncoder:
+    """A :class:`treadle_core.ports.Encoder` whose prompts are the spans of their media.
+
+    Args:
+        pieces: Into how many pieces encoding an item is cut, by its digest.
+        piece_seconds: What each of them takes.
+        keeps: Whether what was encoded stays when its prompt's row is gone.
+        broken: Digests of items that cannot be encoded.
+
+    Attributes:
+        num_pieces: Pieces that were encoded.
+    """
+
+    def __init__(
+        self,
+        pieces: Mapping[bytes, int],
+        *,
+        piece_seconds: float = 0.0,
+        keeps: bool = True,
+        broken: Collection[bytes] = (),
+    ) -> None:
+        self.num_pieces = 0
+        self._pieces = dict(pieces)
+        self._left = dict(pieces)
+        self._piece_seconds = piece_seconds
+        self._keeps = keeps
+        self._broken = frozenset(broken)
+        self._seconds = 0.0
+
+    def ready(self, prompt: Sequence[MediaSpan] | None, start: int, stop: int) -> int:
+        """How far a prompt can be computed."""
+        missing = (span for span in prompt or () if self._left[span.digest])
+        within = (max(span.start, start) for span in missing if span.end > start)
+        return min(min(within, default=stop), stop)
+
+    def encode(self, prompt: Sequence[MediaSpan], start: int, seconds: float) -> None:
+        """As many pieces as fit, and at least one, of what stands at ``start`` alone."""
+        assert seconds > 0, f"no time to encode: {seconds}"
+        (digest,) = {span.digest for span in prompt if span.start <= start < span.end}
+        if digest in self._broken:
+            raise ValueError(f"cannot encode {digest!r}")
+        fitting = int(seconds / self._piece_seconds) if self._piece_seconds else self._left[digest]
+        num = max(1, min(fitting, self._left[digest]))
+        self._left[digest] -= num
+        self._seconds += num * self._piece_seconds
+        self.num_pieces += num
+
+    def take_seconds(self) -> float:
+        """What was spent since it was asked before."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def release(self, prompt: Sequence[MediaSpan]) -> None:
+        """A row is gone."""
+        if not self._keeps:
+            self._left.update({span.digest: self._pieces[span.digest] for span in prompt})
+
+    def reset(self) -> None:
+        """Drop what is being encoded."""
+        unfinished = {digest for digest, left in self._left.items() if left}
+        self._left.update({digest: self._pieces[digest] for digest in unfinished})
 
 
 class RecordingObserver:

@@ -16,7 +16,7 @@ from treadle_core.layers import FullAttention, ModelSpec, layer_bytes, state_lay
 from treadle_core.plan import (
     Close,
     Decode,
-    Instruction,
+    Encode,
     Key,
     Open,
     Plan,
@@ -29,9 +29,10 @@ from treadle_core.plan import (
     Save,
     StepResult,
     Transfer,
+    Work,
 )
 from treadle_core.ports import PrefixStore
-from treadle_core.testing.fakes import VOCAB_SIZE, ManualClock
+from treadle_core.testing.fakes import VOCAB_SIZE, ManualClock, ScriptedEncoder
 from treadle_core.testing.prefixes import TokenRow, tokens_of
 from treadle_core.testing.rows import SimulatedRows
 
@@ -185,6 +186,7 @@ class ScriptedRunner:
         decode_cost: Seconds that so many decoding rows take in a step.
         budget_bytes: Most bytes that the buffers may take at any moment.
         max_draft_tokens: Longest draft that it verifies.
+        encoder: Encodes media. No chunk may show what it has not encoded.
 
     Attributes:
         plans: Every plan that was submitted.
@@ -204,7 +206,9 @@ class ScriptedRunner:
         decode_cost: Callable[[int], float] = lambda num_rows: 0.0,
         budget_bytes: int | None = None,
         max_draft_tokens: int = 0,
+        encoder: ScriptedEncoder | None = None,
     ) -> None:
+        self._encoder = encoder
         self.plans: list[Plan] = []
         self.num_resets = 0
         self.peak_bytes = 0
@@ -242,6 +246,11 @@ class ScriptedRunner:
     def max_draft_tokens(self) -> int:
         """Longest draft that it verifies."""
         return self._max_draft_tokens
+
+    @property
+    def encoder(self) -> ScriptedEncoder | None:
+        """What it was made with."""
+        return self._encoder
 
     def use(self, store: PrefixStore) -> None:
         """Restore from, and save to, this store."""
@@ -342,12 +351,20 @@ class ScriptedRunner:
         self._last = frozenset()
         self._drafted = False
         self._broken = False
+        if self._encoder is not None:
+            self._encoder.reset()
+
+    def _release(self, prompt: Any) -> None:
+        others = (other.setup.attachment for other in self._answering.values())
+        if self._encoder is not None and prompt and all(prompt is not other for other in others):
+            self._encoder.release(prompt)
 
     def _join(self, plan: Plan) -> None:
         self._leaving.clear()
         for key in plan.leaves:
             assert key in self._answering, f"{key} leaves and was not here"
             self._leaving[key] = self._answering.pop(key)
+            self._release(self._leaving[key].setup.attachment)
         for setup in plan.joins:
             assert setup.key not in self._answering, f"{setup.key} joins twice"
             tokens = [*setup.prompt, *setup.output]
@@ -376,10 +393,12 @@ class ScriptedRunner:
             entry[2] -= 1
         return times is None or times > 0
 
-    def _do(self, item: Instruction | Prefill) -> None:
+    def _do(self, item: Work) -> None:
         match item:
             case Prefill():
                 self._prefill(item)
+            case Encode():
+                self._encode(item)
             case Resize(group, 0, _):
                 rows = self._groups.pop(group, None)
                 assert rows is None or rows.num_used == 0, f"dropped in use: {item}"
@@ -408,6 +427,13 @@ class ScriptedRunner:
         if self._budget_bytes is not None:
             assert self.kv_bytes <= self._budget_bytes, f"{self.kv_bytes} bytes of KV"
 
+    def _encode(self, encode: Encode) -> None:
+        assert self._encoder is not None, f"no encoder: {encode}"
+        prompt = self._answering[encode.key].setup.attachment
+        ready = self._encoder.ready(prompt, encode.start, encode.start + 1)
+        assert ready == encode.start, f"nothing to encode: {encode}"
+        self._encoder.encode(prompt, encode.start, encode.seconds)
+
     def _prefill(self, prefill: Prefill) -> None:
         group = self._groups[prefill.group]
         assert prefill.row >= group.num_decoding, f"a decoding row is prefilled: {prefill}"
@@ -416,6 +442,10 @@ class ScriptedRunner:
         stop = prefill.start + len(prefill.tokens)
         expected = self._answering[prefill.key].tokens[prefill.start : stop]
         assert list(prefill.tokens) == expected, f"{prefill.key}: wrong tokens in {prefill}"
+        if self._encoder is not None:
+            prompt = self._answering[prefill.key].setup.attachment
+            ready = self._encoder.ready(prompt, prefill.start, stop)
+            assert ready == stop, f"{prefill.key}: {ready} is not encoded"
         group.write(prefill.row, prefill.start, prefill.tokens)
         self._answering[prefill.key].written = stop
 
@@ -453,13 +483,15 @@ class ScriptedRunner:
             self._do(item)
         sampled, failures = self._decode(plan)
         chunks = tuple(self._prefill_cost(len(prefill.tokens)) for prefill in plan.prefills)
+        encode = self._encoder.take_seconds() if self._encoder is not None else 0.0
         decode = self._decode_cost(len(plan.decodes)) if plan.decodes else 0.0
         return StepResult(
             number=plan.number,
             sampled=sampled,
             failures=failures,
-            seconds=sum(chunks) + decode,
+            seconds=sum(chunks) + encode + decode,
             prefill_seconds=chunks,
+            encode_seconds=encode,
         )
 
     def _decode(self, plan: Plan) -> tuple[dict[Key, tuple[Sampled, ...]], dict[Key, str]]:

@@ -16,27 +16,14 @@ from mlx_vlm.models.qwen3_vl_moe.language import LanguageModel as Qwen3VlMoeLang
 
 from treadle_core.mlx_runtime.adapter import RowInput
 from treadle_multimodal.features import FeatureCache
-from treadle_multimodal.prompt import EncodedPrompt, PreparedItem, Segment
+from treadle_multimodal.prompt import EncodedPrompt, Segment
+from treadle_multimodal.vlm.encoders import Encoder
+from treadle_multimodal.vlm.encoding import Features, MediaEncoder
 
 DEFAULT_FEATURE_BYTES = 512 * 2**20
 
 CUTTING = (Qwen3OmniLanguageModel, Qwen3VlMoeLanguageModel, Qwen35LanguageModel)
 """Models whose attention cuts masks to the columns that a cache's offset says are written."""
-
-
-class Features:
-    """What the encoder makes of one item.
-
-    Args:
-        embeddings: In place of its placeholders' embeddings, ``[tokens, hidden]``.
-        deepstack: What is added to the hidden states behind the first layers, ``[tokens, hidden]``
-            each; empty where a model has none.
-    """
-
-    def __init__(self, embeddings: mx.array, deepstack: tuple[mx.array, ...]) -> None:
-        self.embeddings = embeddings
-        self.deepstack = deepstack
-        self.nbytes: int = sum(array.nbytes for array in (embeddings, *deepstack))
 
 
 class Run:
@@ -86,7 +73,8 @@ class WholeMask:
 class VlmModel:
     """One loaded vision model. For the thread that loaded it.
 
-    Nothing of a request is kept here or in the model: what a row is comes with each forward.
+    Of a request nothing but what is encoded of its media is kept here, until a forward shows it:
+    what a row is comes with each forward.
 
     Args:
         model: As mlx-vlm loads it.
@@ -105,6 +93,12 @@ class VlmModel:
         self._places_deepstack = isinstance(model.language_model, Qwen3OmniLanguageModel)
         self._cuts_masks = isinstance(model.language_model, CUTTING)
         self.features: FeatureCache[Features] = FeatureCache(feature_bytes)
+        self._media = MediaEncoder(Encoder(model), self.features)
+
+    @property
+    def encoder(self) -> MediaEncoder:
+        """Encodes media ahead of the forwards that show them."""
+        return self._media
 
     def forward(
         self, tokens: mx.array, caches: list[Any], rows: Sequence[RowInput] = ()
@@ -126,19 +120,14 @@ class VlmModel:
         runs = [list(runs_of(row, num_tokens)) for row in rows]
         if any(run.segment or run.blank for row_runs in runs for run in row_runs):
             options.update(self._embed(tokens, rows, runs))
+            for row in rows:
+                if row.prompt is not None:
+                    self._media.shown(row.prompt, row.start + num_tokens)
         return self._language(tokens, cache=caches, **options).logits
 
     def new_cache(self) -> list[Any]:
         """Caches for one row: mlx-lm's own classes, which do the same, where there is one."""
         return [translated(cache) for cache in vlm_cache.make_prompt_cache(self._language)]
-
-    def encode(self, item: PreparedItem) -> Features:
-        """Vision features of an item, computed or kept from before."""
-        found = self.features.get(item.digest)
-        if found is None:
-            found = self._run_encoder(item)
-            self.features.put(item.digest, found)
-        return found
 
     def embeddings(
         self, prompt: EncodedPrompt, start: int = 0, stop: int | None = None
@@ -149,18 +138,6 @@ class VlmModel:
         runs = list(runs_of(row, len(tokens)))
         embedded: mx.array = self._embed(mx.array([tokens]), [row], [runs])["inputs_embeds"]
         return embedded[0]
-
-    def _run_encoder(self, item: PreparedItem) -> Features:
-        """Features of one item, as mlx-vlm would put them into a prompt of its placeholders."""
-        tokens = mx.full((1, item.num_tokens), item.placeholder, dtype=mx.int32)
-        arrays = {name: mx.array(array) for name, array in item.arrays.items()}
-        pixels = arrays.pop("pixel_values", None)
-        made = self._vlm.get_input_embeddings(tokens, pixels, mask=mx.ones_like(tokens), **arrays)
-        layers = deepstack_of(made)
-        features = Features(made.inputs_embeds[0], layers)
-        # Evaluated, or pixels and encoder's intermediates would stay for as long as they do.
-        mx.eval(features.embeddings, *layers)
-        return features
 
     def _positions(self, tokens: mx.array, caches: list[Any], rows: Sequence[RowInput]) -> mx.array:
         """Positions ``[3, B, N]``, made on the host: nothing waits for a step in flight."""
@@ -197,7 +174,7 @@ class VlmModel:
                 if run.segment is None:
                     parts.append(mx.zeros_like(words) if run.blank else words)
                     continue
-                features = self.encode(row.prompt.items[run.segment.item])
+                features = self._media.take(row.prompt.items[run.segment.item])
                 there = slice(run.offset, run.offset + run.end - run.begin)
                 parts.append(features.embeddings[there])
                 seen[index, run.begin : run.end] = True
@@ -218,16 +195,6 @@ class VlmModel:
             words = mx.where(mx.array(seen), 0, tokens)
             options["per_layer_inputs"] = self._language.model.get_per_layer_inputs(words)
         return options
-
-
-def deepstack_of(made: Any) -> tuple[mx.array, ...]:
-    """Of what mlx-vlm makes of one item, each layer ``[tokens, hidden]``; a sound has none."""
-    found = made.deepstack_visual_embeds
-    if found is None or made.visual_pos_masks is None:
-        return ()
-    if isinstance(found, mx.array):  # [1, tokens, layers, hidden]
-        return tuple(found[0, :, layer] for layer in range(found.shape[2]))
-    return tuple(found)
 
 
 def positions_of(row: RowInput, num_tokens: int) -> Any:
