@@ -1,5 +1,6 @@
 """The tiny checkpoints work with mlx-vlm as they are, from loading to generating."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,14 @@ def test_weights_depend_on_the_seed_only(tmp_path: Path) -> None:
 def test_an_unknown_family_is_named(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="unknown family 'blip', known are: qwen2_vl"):
         zoo.save_checkpoint("blip", tmp_path)
+
+
+def test_keys_of_inner_sections_can_be_otherwise(tmp_path: Path) -> None:
+    changes = {"config.json": {"num_hidden_layers": 1, "vision_config": {"depth": 2}}}
+    usual = json.loads((zoo.save_checkpoint("qwen2_vl", tmp_path) / "config.json").read_text())
+
+    folder = zoo.save_checkpoint("qwen2_vl", tmp_path, changes=changes)
+
+    found = json.loads((folder / "config.json").read_text())
+    vision = {**usual["vision_config"], "depth": 2}
+    assert found == {**usual, "num_hidden_layers": 1, "vision_config": vision}

@@ -492,5 +492,23 @@ def speculative_bench() -> Bench:
     return bench.main
 
 
-BENCHMARKS = {"engine": engine_bench, "cache": cache_bench, "speculative": speculative_bench}
+def multimodal_bench() -> Bench:
+    """The benchmark of media, with a prefix store as a server has it.
+
+    Raises:
+        Unsupported: One of its packages is not installed.
+    """
+    check_installed("treadle bench multimodal", "multimodal")
+    check_installed("treadle bench multimodal", "cache")
+    from treadle_multimodal.vlm import bench
+
+    return lambda argv: bench.main(argv, lambda: make_store(CacheOptions()))
+
+
+BENCHMARKS = {
+    "engine": engine_bench,
+    "cache": cache_bench,
+    "speculative": speculative_bench,
+    "multimodal": multimodal_bench,
+}
 """What can be measured; each reads its own options."""

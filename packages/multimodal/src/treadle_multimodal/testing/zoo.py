@@ -7,7 +7,7 @@ The vocabulary holds three special tokens, the 256 bytes, and the family's own t
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -472,13 +472,17 @@ FAMILIES: tuple[str, ...] = tuple(_FAMILIES)
 """Names of all families, as mlx-vlm calls them."""
 
 
-def save_checkpoint(family: str, folder: Path, *, seed: int = 0) -> Path:
+def save_checkpoint(
+    family: str, folder: Path, *, seed: int = 0, changes: Mapping[str, Any] | None = None
+) -> Path:
     """Write a checkpoint that ``mlx_vlm.load(str(folder))`` reads.
 
     Args:
         family: One of :data:`FAMILIES`.
         folder: Where to write; made if absent.
         seed: Seed of the weights.
+        changes: Keys of its JSON files that are to be otherwise, by the files' names; those of
+            inner sections too.
 
     Returns:
         ``folder``.
@@ -497,6 +501,7 @@ def save_checkpoint(family: str, folder: Path, *, seed: int = 0) -> Path:
     files["config.json"]["eos_token_id"] = end
     files["generation_config.json"] = {"eos_token_id": end, "pad_token_id": 0}
     files["tokenizer_config.json"] = {**_tokenizer_settings(recipe.markers), **recipe.tokenizer}
+    files = _changed(files, changes or {})
     folder.mkdir(parents=True, exist_ok=True)
     for name, contents in files.items():
         (folder / name).write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
@@ -504,6 +509,15 @@ def save_checkpoint(family: str, folder: Path, *, seed: int = 0) -> Path:
     weights = _random_weights(files["config.json"], seed)
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     return folder
+
+
+def _changed(section: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    inner = {
+        key: _changed(section[key], value)
+        for key, value in changes.items()
+        if isinstance(value, Mapping) and isinstance(section.get(key), dict)
+    }
+    return {**section, **changes, **inner}
 
 
 def _byte_tokenizer(specials: Iterable[str]) -> Tokenizer:
