@@ -1,0 +1,1 @@
+"""Heads for multi-token prediction: made, saved and loaded."""

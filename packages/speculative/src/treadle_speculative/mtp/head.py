@@ -1,0 +1,196 @@
+"""A head for multi-token prediction: one more decoder layer that guesses the token after the next.
+
+For each position i it is given the model's hidden state there and the token that follows, i + 1, and
+its own hidden state then leads to a guess of token i + 2 (DeepSeek-V3 technical report, section 2.2)::
+
+    x       = fc([norm_embed(embed(token i + 1)), norm_hidden(hidden i)])
+    hidden' = norm(layers(x))
+    logits  = output(hidden')
+
+The layers attend to what the head was given at the positions before. Embedding and output head are the
+model's own. Fed its own hidden state and guess, the head guesses one token more, and so on.
+
+In a file (:mod:`treadle_speculative.mtp.files`) the tensors have the names of the attributes here.
+"""
+
+import inspect
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import CacheList, KVCache
+from msgspec import Struct
+
+from treadle_core.errors import Unsupported, describe
+from treadle_core.mlx_runtime.split import SplitModel
+from treadle_core.request import check_bool, check_int
+
+MOST_LAYERS = 8
+DEFAULT_EPS = 1e-6
+
+
+class HeadForm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a head is wired, as far as families differ.
+
+    Attributes:
+        num_layers: Decoder layers, one behind the other.
+        hidden_first: Whether ``fc`` is given the hidden state before the embedding, not behind it.
+        norm_for_output: Whether the last norm stands before the output head only, so that the head
+            hands on what was not normalised (DeepSeek); otherwise what it hands on was (Qwen).
+        own_embedding: Whether it has an embedding of its own, ``embed_tokens``.
+        own_output: Whether it has an output head of its own, ``lm_head``.
+    """
+
+    num_layers: int = 1
+    hidden_first: bool = False
+    norm_for_output: bool = False
+    own_embedding: bool = False
+    own_output: bool = False
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            InvalidRequest: With the field, its value and what is accepted.
+        """
+        check_int("num_layers", self.num_layers, 1, MOST_LAYERS)
+        for name in ("hidden_first", "norm_for_output", "own_embedding", "own_output"):
+            check_bool(name, getattr(self, name))
+
+
+class MtpHead(nn.Module):
+    """A head over a model, with weights as its layers make them.
+
+    The model is not one of its submodules: its weights are neither saved nor trained with the head.
+
+    Args:
+        base: The model.
+        form: How it is wired.
+
+    Attributes:
+        form: How it is wired.
+
+    Raises:
+        Unsupported: No layer of the model can be made once more.
+    """
+
+    def __init__(self, base: SplitModel, form: HeadForm | None = None) -> None:
+        super().__init__()
+        self.form = form = form or HeadForm()
+        self._base = base
+        width, eps = base.hidden_size, getattr(base.args, "rms_norm_eps", DEFAULT_EPS)
+        self._cache_index = attention_layer(base)
+        self._composite = isinstance(base.new_cache()[self._cache_index], CacheList)
+        self.norm_embed = nn.RMSNorm(width, eps)
+        self.norm_hidden = nn.RMSNorm(width, eps)
+        self.fc = nn.Linear(2 * width, width, bias=False)
+        self.layers = [make_layer(base, self._cache_index) for _ in range(form.num_layers)]
+        self.norm = nn.RMSNorm(width, eps)
+        if form.own_embedding:
+            self.embed_tokens = nn.Embedding(base.vocab_size, width)
+        if form.own_output:
+            self.lm_head = nn.Linear(width, base.vocab_size, bias=False)
+        self.set_dtype(base.dtype)
+        self._check_layers()
+
+    @property
+    def base(self) -> SplitModel:
+        """The model."""
+        return self._base
+
+    def __call__(
+        self,
+        hidden: mx.array,
+        next_tokens: mx.array,
+        cache: list[Any] | None = None,
+        mask: Any = None,
+    ) -> mx.array:
+        """What the head makes of a stretch of positions.
+
+        Args:
+            hidden: ``[B, L, hidden]``, the model's hidden states there, or what this call gave for
+                the positions before.
+            next_tokens: ``[B, L]``, the token behind each of them.
+            cache: One cache for each layer, as :meth:`new_cache` makes them; None attends to nothing
+                before the stretch.
+            mask: An attention mask in place of the cache's own (causal).
+
+        Returns:
+            ``[B, L, hidden]``, for :meth:`logits` and for the next call.
+        """
+        embed = self.embed_tokens if self.form.own_embedding else self._base.embed
+        pair = [self.norm_embed(embed(next_tokens)), self.norm_hidden(hidden)]
+        x = self.fc(mx.concatenate(pair[::-1] if self.form.hidden_first else pair, axis=-1))
+        caches = cache or [None] * len(self.layers)
+        if mask is None:
+            mask = self._mask(x, caches[0])
+        for layer, layer_cache in zip(self.layers, caches, strict=True):
+            x = layer(x, mask, layer_cache)
+        return x if self.form.norm_for_output else self.norm(x)
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """Logits ``[..., vocab]`` of the token two behind each position."""
+        output = self.lm_head if self.form.own_output else self._base.logits
+        return output(self.norm(hidden) if self.form.norm_for_output else hidden)
+
+    def new_cache(self) -> list[Any]:
+        """Caches of mlx-lm's for one row, one for each layer."""
+        return [self._base.new_cache()[self._cache_index] for _ in self.layers]
+
+    def _check_layers(self) -> None:
+        """Call them as the head will; nothing is evaluated."""
+        try:
+            self(mx.zeros((1, 1, self._base.hidden_size)), mx.array([[0]]), self.new_cache())
+        except Exception as error:
+            kind = type(self.layers[0]).__name__
+            raise Unsupported(
+                f"no MTP head can be made for {self._base.name}: {kind} raised {describe(error)}"
+            ) from error
+
+    def _mask(self, x: mx.array, cache: Any) -> Any:
+        inner = cache[0] if self._composite and cache is not None else cache
+        return create_attention_mask(x, inner, return_array=True)
+
+
+def attention_layer(base: SplitModel) -> int:
+    """The last of a model's layers that attends to everything before it.
+
+    Raises:
+        Unsupported: There is none.
+    """
+    caches = base.new_cache()
+    for index in reversed(range(min(len(caches), len(base.layers)))):
+        if all(type(part) is KVCache for part in parts_of(caches[index])):
+            return index
+    raise Unsupported(f"no MTP head can be made for {base.name}: no layer has full attention")
+
+
+def parts_of(cache: Any) -> tuple[Any, ...]:
+    """The caches of a composite one, or the cache itself."""
+    return tuple(cache.caches) if isinstance(cache, CacheList) else (cache,)
+
+
+def make_layer(base: SplitModel, index: int) -> nn.Module:
+    """Another layer like the one at ``index``, made as the model makes its own.
+
+    Raises:
+        Unsupported: It is made from more than the model's args and its place.
+    """
+    kind: Any = type(base.layers[index])
+    needed = [
+        parameter
+        for parameter in list(inspect.signature(kind).parameters.values())[1:]
+        if parameter.default is inspect.Parameter.empty
+    ]
+    try:
+        if not needed:
+            return kind(base.args)
+        if [parameter.name for parameter in needed] in (["layer_idx"], ["layer_index"]):
+            return kind(base.args, index)
+    except Exception as error:
+        raise Unsupported(
+            f"no MTP head can be made for {base.name}: {kind.__name__} raised {describe(error)}"
+        ) from error
+    names = ", ".join(parameter.name for parameter in needed)
+    raise Unsupported(f"no MTP head can be made for {base.name}: {kind.__name__} needs {names}")
