@@ -63,7 +63,7 @@ def test_a_head_in_chunks_is_the_head_in_one(family: str) -> None:
     assert mx.abs(parts[1] - first).max().item() > 1e-3
 
 
-@pytest.mark.parametrize("form", [HeadForm(), HeadForm(hidden_first=True, norm_for_output=True)])
+@pytest.mark.parametrize("form", [HeadForm(), HeadForm(hidden_first=True)])
 def test_a_head_is_its_formula(form: HeadForm) -> None:
     model = split()
     head = randomised(MtpHead(model, form))
@@ -77,8 +77,7 @@ def test_a_head_is_its_formula(form: HeadForm) -> None:
     expected = model.logits(head.norm(x))
 
     assert mx.allclose(head.logits(head(hidden, tokens)), expected, atol=1e-4)
-    handed_on = x if form.norm_for_output else head.norm(x)
-    assert mx.allclose(head(hidden, tokens), handed_on, atol=1e-4)
+    assert mx.allclose(head(hidden, tokens), head.norm(x), atol=1e-4)
 
 
 def test_a_saved_head_comes_back(tmp_path: Path) -> None:

@@ -27,6 +27,9 @@ class SplitModel:
 
     Attributes:
         model: The whole model.
+        name: Its architecture, as mlx-lm calls it.
+        embedding: The module that embeds token ids.
+        output: The module that gives logits; None where the embedding does.
         args: What its layers are made from.
         layers: Its decoder layers.
         dtype: Of its hidden states.
@@ -43,18 +46,17 @@ class SplitModel:
         self.model = model
         self._make_cache = make_cache
         text: Any = getattr(model, "language_model", model)
-        self.name = str(getattr(text, "model_type", type(model).__module__.split(".")[-1]))
+        self.name = type(model).__module__.split(".")[-1]
         self._body = self._part(text, BODIES)
-        self._embedding = self._part(self._body, EMBEDDINGS)
-        head = getattr(text, "lm_head", None)
-        self._head: Callable[[mx.array], mx.array] = head or self._embedding.as_linear
+        self.embedding = self._part(self._body, EMBEDDINGS)
+        self.output: Any = getattr(text, "lm_head", None)
         self.args: Any = getattr(text, "args", None)
         self.layers: list[nn.Module] = list(getattr(self._body, "layers", []))
         self.dtype, self.hidden_size, self.vocab_size = self._prove()
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Embeddings ``[..., hidden]`` of token ids."""
-        return self._embedding(tokens)
+        return self.embedding(tokens)
 
     def hidden(
         self, tokens: mx.array, caches: list[Any], rows: Sequence[RowInput] = ()
@@ -65,7 +67,7 @@ class SplitModel:
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Logits ``[..., vocab]`` of hidden states."""
-        return self._head(hidden)
+        return self.embedding.as_linear(hidden) if self.output is None else self.output(hidden)
 
     def forward(
         self, tokens: mx.array, caches: list[Any], rows: Sequence[RowInput] = ()

@@ -26,14 +26,8 @@ from treadle_speculative.mtp.head import HeadForm, MtpHead
 WEIGHTS = "mtp_head.safetensors"
 DESCRIPTION = "mtp_head.json"
 FORMAT = "treadle-mtp-head-1"
-
-
-class Quantisation(Struct, frozen=True, kw_only=True):
-    """How quantised tensors are: ``mode`` is mlx's."""
-
-    bits: int
-    group_size: int
-    mode: str = "affine"
+AFFINE = "affine"
+WORD_BITS = 32
 
 
 class HeadFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,7 +39,7 @@ class HeadFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         hidden_size: Width of the hidden states.
         vocab_size: Number of logits.
         form: How the head is wired.
-        quantisation: How its quantised tensors are; None where none is.
+        mode: mlx's mode of the tensors that are quantised, if any is; their shapes say the rest.
         format: Of these files.
     """
 
@@ -54,13 +48,11 @@ class HeadFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     hidden_size: int
     vocab_size: int
     form: HeadForm
-    quantisation: Quantisation | None = None
+    mode: str = AFFINE
     format: str = FORMAT
 
 
-def save_head(
-    head: MtpHead, folder: Path, *, base: str = "", quantisation: Quantisation | None = None
-) -> None:
+def save_head(head: MtpHead, folder: Path, *, base: str = "", mode: str = AFFINE) -> None:
     """Write a head's two files; made if absent, files of the same names are replaced.
 
     Args:
@@ -68,7 +60,7 @@ def save_head(
         folder: Where to.
         base: Fingerprint of its model, as ``ModelRunner.fingerprint`` has it; empty leaves out the
             check when it is loaded.
-        quantisation: How it was quantised, if it was.
+        mode: mlx's mode, if it was quantised.
     """
     described = HeadFile(
         model_type=head.base.name,
@@ -76,7 +68,7 @@ def save_head(
         hidden_size=head.base.hidden_size,
         vocab_size=head.base.vocab_size,
         form=head.form,
-        quantisation=quantisation,
+        mode=mode,
     )
     folder.mkdir(parents=True, exist_ok=True)
     # Beside their final names first: a run that is stopped leaves whole files, or none.
@@ -118,35 +110,23 @@ def load_head(folder: Path, base: SplitModel, *, fingerprint: str = "") -> MtpHe
     except Exception as error:
         raise ModelLoadError(where, f"{WEIGHTS} cannot be read ({describe(error)})") from error
     head = MtpHead(base, described.form)
-    fill(head, tensors, where, described.quantisation)
+    fill(head, tensors, where, described.mode)
     return head
 
 
-def fill(
-    head: MtpHead,
-    tensors: dict[str, mx.array],
-    where: str,
-    quantisation: Quantisation | None = None,
-) -> None:
+def fill(head: MtpHead, tensors: dict[str, mx.array], where: str, mode: str = AFFINE) -> None:
     """Give a head its tensors, and evaluate it.
 
     Args:
         head: The head.
         tensors: By the names of its attributes: all of them, and no others.
         where: What to call the source in an error.
-        quantisation: How those are quantised that have scales.
+        mode: mlx's mode of those that have scales.
 
     Raises:
         ModelLoadError: A tensor is missing, superfluous, or of another shape.
     """
-    if quantisation is not None:
-        nn.quantize(
-            head,
-            group_size=quantisation.group_size,
-            bits=quantisation.bits,
-            mode=quantisation.mode,
-            class_predicate=lambda path, _: f"{path}.scales" in tensors,
-        )
+    nn.quantize(head, class_predicate=lambda path, module: form_of(path, module, tensors, mode))
     expected = dict(parameters(head))
     for name in sorted(expected.keys() - tensors.keys()):
         raise ModelLoadError(
@@ -165,6 +145,21 @@ def fill(
     head.load_weights(list(tensors.items()))
     head.eval()
     mx.eval(head.parameters())
+
+
+def form_of(
+    path: str, module: Any, tensors: dict[str, mx.array], mode: str
+) -> bool | dict[str, Any]:
+    """How to quantise a module so that its tensors fit; False where they are plain numbers."""
+    scales, weight = tensors.get(f"{path}.scales"), tensors.get(f"{path}.weight")
+    if scales is None or weight is None or not hasattr(module, "to_quantized"):
+        return False
+    width = module.weight.shape[-1]
+    return {
+        "group_size": width // scales.shape[-1],
+        "bits": weight.shape[-1] * WORD_BITS // width,
+        "mode": mode,
+    }
 
 
 def parameters(head: nn.Module) -> list[tuple[str, mx.array]]:

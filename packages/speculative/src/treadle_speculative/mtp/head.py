@@ -8,7 +8,8 @@ its own hidden state then leads to a guess of token i + 2 (DeepSeek-V3 technical
     logits  = output(hidden')
 
 The layers attend to what the head was given at the positions before. Embedding and output head are the
-model's own. Fed its own hidden state and guess, the head guesses one token more, and so on.
+model's own. Fed its own hidden state and guess, the head guesses one token more, and so on; what it
+hands on is normalised, like the model's own hidden states.
 
 In a file (:mod:`treadle_speculative.mtp.files`) the tensors have the names of the attributes here.
 """
@@ -36,15 +37,12 @@ class HeadForm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     Attributes:
         num_layers: Decoder layers, one behind the other.
         hidden_first: Whether ``fc`` is given the hidden state before the embedding, not behind it.
-        norm_for_output: Whether the last norm stands before the output head only, so that the head
-            hands on what was not normalised (DeepSeek); otherwise what it hands on was (Qwen).
         own_embedding: Whether it has an embedding of its own, ``embed_tokens``.
         own_output: Whether it has an output head of its own, ``lm_head``.
     """
 
     num_layers: int = 1
     hidden_first: bool = False
-    norm_for_output: bool = False
     own_embedding: bool = False
     own_output: bool = False
 
@@ -55,7 +53,7 @@ class HeadForm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             InvalidRequest: With the field, its value and what is accepted.
         """
         check_int("num_layers", self.num_layers, 1, MOST_LAYERS)
-        for name in ("hidden_first", "norm_for_output", "own_embedding", "own_output"):
+        for name in ("hidden_first", "own_embedding", "own_output"):
             check_bool(name, getattr(self, name))
 
 
@@ -80,12 +78,12 @@ class MtpHead(nn.Module):
         self.form = form = form or HeadForm()
         self._base = base
         width, eps = base.hidden_size, getattr(base.args, "rms_norm_eps", DEFAULT_EPS)
-        self._cache_index = attention_layer(base)
-        self._composite = isinstance(base.new_cache()[self._cache_index], CacheList)
+        self._like = attention_layer(base)
+        self._composite = isinstance(base.new_cache()[self._like], CacheList)
         self.norm_embed = nn.RMSNorm(width, eps)
         self.norm_hidden = nn.RMSNorm(width, eps)
         self.fc = nn.Linear(2 * width, width, bias=False)
-        self.layers = [make_layer(base, self._cache_index) for _ in range(form.num_layers)]
+        self.layers = [make_layer(base, self._like) for _ in range(form.num_layers)]
         self.norm = nn.RMSNorm(width, eps)
         if form.own_embedding:
             self.embed_tokens = nn.Embedding(base.vocab_size, width)
@@ -98,6 +96,11 @@ class MtpHead(nn.Module):
     def base(self) -> SplitModel:
         """The model."""
         return self._base
+
+    @property
+    def like(self) -> int:
+        """Which of the model's layers its own are made like."""
+        return self._like
 
     def __call__(
         self,
@@ -127,16 +130,16 @@ class MtpHead(nn.Module):
             mask = self._mask(x, caches[0])
         for layer, layer_cache in zip(self.layers, caches, strict=True):
             x = layer(x, mask, layer_cache)
-        return x if self.form.norm_for_output else self.norm(x)
+        return self.norm(x)
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Logits ``[..., vocab]`` of the token two behind each position."""
         output = self.lm_head if self.form.own_output else self._base.logits
-        return output(self.norm(hidden) if self.form.norm_for_output else hidden)
+        return output(hidden)
 
     def new_cache(self) -> list[Any]:
         """Caches of mlx-lm's for one row, one for each layer."""
-        return [self._base.new_cache()[self._cache_index] for _ in self.layers]
+        return [self._base.new_cache()[self._like] for _ in self.layers]
 
     def _check_layers(self) -> None:
         """Call them as the head will; nothing is evaluated."""
