@@ -2,7 +2,6 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from mlx.utils import tree_map
 
 from treadle_core.errors import ModelLoadError, Unsupported
 from treadle_core.mlx_runtime.split import SplitModel
@@ -10,18 +9,13 @@ from treadle_core.testing import zoo
 from treadle_speculative.mtp.files import load_head, parameters, save_head
 from treadle_speculative.mtp.head import HeadForm, MtpHead
 
+from .mtp_models import randomised
+
 TOKENS = [7, 301, 45, 88, 9, 120, 33]
 
 
 def split(family: str = "llama", seed: int = 0) -> SplitModel:
     return SplitModel(zoo.build(family, seed=seed))
-
-
-def randomised(head: MtpHead, seed: int = 1) -> MtpHead:
-    mx.random.seed(seed)
-    head.update(tree_map(lambda p: p + 0.1 * mx.random.normal(p.shape), head.parameters()))
-    mx.eval(head.parameters())
-    return head
 
 
 def test_the_halves_of_a_model_make_up_its_logits() -> None:

@@ -1,0 +1,431 @@
+"""Heads that models were trained with, from the checkpoints that hold them.
+
+mlx-lm's own loading leaves them out. Here they are read from the original files on the Hugging Face
+Hub, where each family has names and forms of its own, and from the files that ``mlx_vlm.split_mtp``
+makes of them.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.utils import MODEL_REMAPPING
+from msgspec import Struct
+
+from treadle_core.errors import ModelLoadError, Unsupported, describe
+from treadle_core.mlx_runtime.split import SplitModel
+from treadle_speculative.mtp.files import AFFINE, DESCRIPTION, fill, load_head, parameters
+from treadle_speculative.mtp.head import HeadForm, MtpHead
+
+BUFFERS = ("rotary_emb.inv_freq",)
+SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads")
+EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.(weight|scales|biases)")
+
+
+class Layout(Struct, frozen=True, kw_only=True):
+    """Where the checkpoints of a family keep a head.
+
+    Attributes:
+        prefix: What all of its tensors begin with; ``{layers}`` is the model's number of layers.
+        names: The modules of :class:`MtpHead`, by what they are called behind the prefix.
+        layer: What the tensors of its decoder layer begin with, behind the prefix; ``{i}`` is the
+            layer's number where there may be several.
+        depth: The key of the config that says how many layers there are; None is one.
+        hidden_first: See :class:`HeadForm`.
+        zero_centred: Whether norms are stored less one, unless the file was made for mlx.
+        like_base: Whether the layer's tensors have the form of the model's own layers in its original
+            checkpoints, so that the model's own code converts them.
+    """
+
+    prefix: str
+    names: Mapping[str, str]
+    layer: str = ""
+    depth: str | None = None
+    hidden_first: bool = False
+    zero_centred: bool = False
+    like_base: bool = True
+
+
+QWEN_NAMES = {
+    "fc": "fc",
+    "pre_fc_norm_embedding": "norm_embed",
+    "pre_fc_norm_hidden": "norm_hidden",
+    "norm": "norm",
+}
+QWEN = Layout(
+    prefix="mtp.",
+    names=QWEN_NAMES,
+    layer="layers.{i}.",
+    depth="mtp_num_hidden_layers",
+    zero_centred=True,
+    like_base=False,
+)
+QWEN_SPLIT = Layout(
+    prefix="",
+    names=QWEN_NAMES,
+    layer="layers.{i}.",
+    depth="mtp_num_hidden_layers",
+    like_base=False,
+)
+NEXTN = Layout(
+    prefix="model.layers.{layers}.",
+    names={
+        "enorm": "norm_embed",
+        "hnorm": "norm_hidden",
+        "eh_proj": "fc",
+        "shared_head.norm": "norm",
+        "shared_head.head": "lm_head",
+        "embed_tokens": "embed_tokens",
+    },
+)
+GLM_LITE_SPLIT = Layout(
+    prefix="",
+    names={
+        "model.enorm": "norm_embed",
+        "model.hnorm": "norm_hidden",
+        "model.eh_proj": "fc",
+        "model.shared_head_norm": "norm",
+        "lm_head": "lm_head",
+        "model.embed_tokens": "embed_tokens",
+    },
+    layer="model.mtp_block.",
+    like_base=False,
+)
+GLM_DSA_SPLIT = Layout(
+    prefix="mtp.",
+    names={
+        "enorm": "norm_embed",
+        "hnorm": "norm_hidden",
+        "eh_proj": "fc",
+        "shared_head_norm": "norm",
+    },
+    like_base=False,
+)
+MIMO = Layout(
+    prefix="model.mtp_layers.0.",
+    names={
+        "token_layernorm": "norm_embed",
+        "hidden_layernorm": "norm_hidden",
+        "input_proj": "fc",
+        "final_layernorm": "norm",
+    },
+    hidden_first=True,
+)
+
+LAYOUTS: dict[str, Layout] = {
+    "qwen3_next": QWEN,
+    "qwen3_5": QWEN,
+    "qwen3_5_moe": QWEN,
+    "deepseek_v3": NEXTN,
+    "deepseek_v32": NEXTN,
+    "glm4_moe": NEXTN,
+    "glm4_moe_lite": NEXTN,
+    "glm_moe_dsa": NEXTN,
+    "mimo": MIMO,
+}
+"""By mlx-lm's name of the architecture."""
+
+SPLIT_LAYOUTS: dict[str, Layout] = {
+    "qwen3_5_mtp": QWEN_SPLIT,
+    "glm4_moe_lite_mtp": GLM_LITE_SPLIT,
+    "glm_moe_dsa_mtp": GLM_DSA_SPLIT,
+}
+"""By the ``model_type`` that mlx-vlm gives a head that it split off."""
+
+SPLIT_BASES = {
+    "qwen3_5_mtp": ("qwen3_next", "qwen3_5", "qwen3_5_moe"),
+    "glm4_moe_lite_mtp": ("glm4_moe_lite",),
+    "glm_moe_dsa_mtp": ("glm_moe_dsa",),
+}
+
+
+def find_head(folder: Path, base: SplitModel, *, fingerprint: str = "") -> MtpHead:
+    """The head in a folder, whatever wrote it, evaluated.
+
+    That may be a head that was saved by itself, one that mlx-vlm split off, or an original checkpoint
+    with everything. Where the model is quantised and the head is not, its layers are quantised like
+    the model's.
+
+    Args:
+        folder: Where it is.
+        base: The model that it is to draft for.
+        fingerprint: That model's, where it is known.
+
+    Raises:
+        ModelLoadError: There is none, it belongs to another model, or it does not fit.
+        Unsupported: Heads of the model's family are not known.
+    """
+    if not folder.is_dir():
+        raise ModelLoadError(str(folder), "there is no such directory")
+    if (folder / DESCRIPTION).exists():
+        return load_head(folder, base, fingerprint=fingerprint)
+    config = read_config(folder)
+    layout = layout_of(folder, config, base)
+    text: Any = config.get("text_config") or config
+    check_sizes(folder, text, base)
+    tensors, made_for_mlx = read_tensors(folder, layout, text)
+    form, tensors = converted(folder, layout, text, tensors, base, made_for_mlx)
+    head = MtpHead(base, form)
+    quantised = any(name.endswith(".scales") for name in tensors)
+    fill(head, tensors, str(folder), mode_of(config))
+    if not quantised:
+        quantise_like_base(head)
+    return head
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A checkpoint's ``config.json``.
+
+    Raises:
+        ModelLoadError: It cannot be read.
+    """
+    try:
+        return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(str(folder), f"config.json cannot be read ({error})") from error
+
+
+def layout_of(folder: Path, config: dict[str, Any], base: SplitModel) -> Layout:
+    """Where a checkpoint keeps its head.
+
+    Raises:
+        ModelLoadError: It belongs to a model of another family.
+        Unsupported: Heads of the family are not known.
+    """
+    kind = str(config.get("model_type", ""))
+    kind = MODEL_REMAPPING.get(kind, kind).removesuffix("_text")
+    if kind in SPLIT_LAYOUTS:
+        if base.name not in SPLIT_BASES[kind]:
+            expected = ", ".join(SPLIT_BASES[kind])
+            raise ModelLoadError(
+                str(folder), f"a head of {kind} is for {expected}, the model is {base.name}"
+            )
+        return SPLIT_LAYOUTS[kind]
+    if kind != base.name.removesuffix("_text"):
+        raise ModelLoadError(
+            str(folder),
+            f"its model_type is {kind!r}, the model's is {base.name!r}: another model's",
+        )
+    if kind not in LAYOUTS:
+        known = ", ".join(sorted(LAYOUTS))
+        raise Unsupported(f"MTP heads of {kind} are not known; those of {known} are")
+    return LAYOUTS[kind]
+
+
+def check_sizes(folder: Path, text: dict[str, Any], base: SplitModel) -> None:
+    """Compare the config beside a head with the model.
+
+    Raises:
+        ModelLoadError: They differ in a size.
+    """
+    for name in SIZES:
+        found, expected = text.get(name), getattr(base.args, name, None)
+        if found is not None and expected is not None and found != expected:
+            raise ModelLoadError(
+                str(folder), f"its {name} is {found}, the model's is {expected}: another model's"
+            )
+
+
+def read_tensors(
+    folder: Path, layout: Layout, text: dict[str, Any]
+) -> tuple[dict[str, mx.array], bool]:
+    """A head's tensors as they are called behind the layout's prefix, and who wrote them.
+
+    Returns:
+        The tensors, not read yet, and whether the file was made for mlx.
+
+    Raises:
+        ModelLoadError: There are none, or a file cannot be read.
+    """
+    prefix = layout.prefix.format(layers=text.get("num_hidden_layers"))
+    tensors: dict[str, mx.array] = {}
+    made_for_mlx = False
+    for path in files_of(folder, prefix):
+        try:
+            loaded: Any = mx.load(str(path), return_metadata=True)
+        except Exception as error:
+            raise ModelLoadError(str(path), f"it cannot be read ({describe(error)})") from error
+        found = {name: tensor for name, tensor in loaded[0].items() if name.startswith(prefix)}
+        tensors |= {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+        made_for_mlx |= bool(found) and loaded[1].get("format") == "mlx"
+    if not tensors:
+        raise ModelLoadError(str(folder), f"it holds no MTP head: no tensor begins with {prefix!r}")
+    return tensors, made_for_mlx
+
+
+def files_of(folder: Path, prefix: str) -> list[Path]:
+    """The files that may hold tensors that begin with ``prefix``.
+
+    Raises:
+        ModelLoadError: The index of the files cannot be read.
+    """
+    index = folder / "model.safetensors.index.json"
+    every = sorted(path for path in folder.glob("*.safetensors") if "consolidated" not in path.name)
+    if not index.exists():
+        return every
+    try:
+        weights: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelLoadError(str(index), f"it cannot be read ({describe(error)})") from error
+    named = {file for name, file in weights.items() if name.startswith(prefix)}
+    # A head that was added later stands in a file that the index may not know.
+    return sorted(folder / file for file in named) or every
+
+
+def converted(
+    folder: Path,
+    layout: Layout,
+    text: dict[str, Any],
+    tensors: dict[str, mx.array],
+    base: SplitModel,
+    made_for_mlx: bool,
+) -> tuple[HeadForm, dict[str, mx.array]]:
+    """A head's form, and its tensors by the names of :class:`MtpHead`.
+
+    Raises:
+        ModelLoadError: A tensor is missing.
+    """
+    num_layers = int(text.get(layout.depth) or 1) if layout.depth else 1
+    found: dict[str, mx.array] = {}
+    layers: dict[str, mx.array] = {}
+    for name, tensor in tensors.items():
+        module, _, kind = name.rpartition(".")
+        if name.endswith(BUFFERS):
+            continue
+        if module in layout.names:
+            found[f"{layout.names[module]}.{kind}"] = tensor
+        else:
+            layers[name] = tensor
+    if layout.zero_centred and not made_for_mlx:
+        found, layers = shifted(found), shifted(layers)
+    for i in range(num_layers):
+        start = layout.layer.format(i=i)
+        own = {name: tensor for name, tensor in layers.items() if name.startswith(start)}
+        own = {name.removeprefix(start): tensor for name, tensor in own.items()}
+        if layout.like_base:
+            own = converted_by_base(folder, own, base)
+        found |= {f"layers.{i}.{name}": tensor for name, tensor in stacked(folder, own).items()}
+        layers = {name: tensor for name, tensor in layers.items() if not name.startswith(start)}
+    found |= layers
+    drop_shared(found, base)
+    form = HeadForm(
+        num_layers=num_layers,
+        hidden_first=layout.hidden_first,
+        own_embedding="embed_tokens.weight" in found,
+        own_output="lm_head.weight" in found,
+    )
+    return form, found
+
+
+def shifted(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
+    """The tensors with one added to the weights of norms."""
+    return {
+        name: tensor + 1.0 if tensor.ndim == 1 and is_norm(name) else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def is_norm(name: str) -> bool:
+    """Whether a tensor is the weight of a norm, by its name."""
+    module, _, kind = name.rpartition(".")
+    return kind == "weight" and "norm" in module.rpartition(".")[2]
+
+
+def converted_by_base(
+    folder: Path, tensors: dict[str, mx.array], base: SplitModel
+) -> dict[str, mx.array]:
+    """One layer's tensors as the model's own code converts those of its layers.
+
+    Raises:
+        ModelLoadError: A tensor is missing.
+    """
+    prefix = f"model.layers.{len(base.layers) - 1}."
+    renamed = {prefix + name: tensor for name, tensor in tensors.items()}
+    model: Any = base.model
+    try:
+        own: dict[str, mx.array] = model.sanitize(renamed)
+    except KeyError as error:
+        missing = str(error.args[0]).removeprefix(prefix)
+        raise ModelLoadError(str(folder), f"tensor {missing} of the head is missing") from error
+    return {name.removeprefix(prefix): tensor for name, tensor in own.items()}
+
+
+def stacked(folder: Path, tensors: dict[str, mx.array]) -> dict[str, mx.array]:
+    """The tensors with those of experts as mlx-lm has them: all in one.
+
+    Raises:
+        ModelLoadError: An expert is missing among others.
+    """
+    found: dict[str, mx.array] = {}
+    experts: dict[str, dict[int, mx.array]] = {}
+    for name, tensor in tensors.items():
+        match = EXPERT.fullmatch(name)
+        stack = "{}.switch_mlp.{}.{}".format(*match.group(1, 3, 4)) if match else name
+        if match and stack not in tensors:
+            number = match.group(2)
+            experts.setdefault(stack, {})[int(number)] = tensor
+        elif name.endswith(".experts.gate_up_proj"):
+            module = name.removesuffix(".experts.gate_up_proj")
+            gate, up = mx.split(tensor, 2, axis=-2)
+            found[f"{module}.switch_mlp.gate_proj.weight"] = gate
+            found[f"{module}.switch_mlp.up_proj.weight"] = up
+        elif name.endswith(".experts.down_proj"):
+            module = name.removesuffix(".experts.down_proj")
+            found[f"{module}.switch_mlp.down_proj.weight"] = tensor
+        else:
+            found[name] = tensor
+    for name, parts in experts.items():
+        missing = sorted(set(range(max(parts) + 1)) - parts.keys())
+        if missing:
+            raise ModelLoadError(str(folder), f"tensor {name} lacks expert {missing[0]}")
+        found[name] = mx.stack([parts[number] for number in range(len(parts))])
+    return found
+
+
+def drop_shared(tensors: dict[str, mx.array], base: SplitModel) -> None:
+    """Leave out copies of the model's own embedding and output head.
+
+    Some checkpoints ship them. A quantised model's cannot be compared; there they are taken to be
+    copies, as the families train them.
+    """
+    output = base.embedding if base.output is None else base.output
+    for name, module in (("embed_tokens", base.embedding), ("lm_head", output)):
+        own = tensors.get(f"{name}.weight")
+        if own is None:
+            continue
+        same_shape = own.shape == (base.vocab_size, base.hidden_size)
+        shared = isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding)
+        shared = shared or bool(mx.array_equal(own.astype(base.dtype), module.weight))
+        if same_shape and shared:
+            for kind in ("weight", "scales", "biases"):
+                tensors.pop(f"{name}.{kind}", None)
+
+
+def mode_of(config: dict[str, Any]) -> str:
+    """How mlx calls the form of a checkpoint's quantised tensors."""
+    quantisation: Any = config.get("quantization")
+    return str(quantisation.get("mode", AFFINE)) if isinstance(quantisation, dict) else AFFINE
+
+
+def quantise_like_base(head: MtpHead) -> None:
+    """Quantise the layers of a head, module by module, as the model's own layer is."""
+    known = dict(head.base.layers[head.like].named_modules())
+
+    def form(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        same: Any = known.get(path)
+        if not hasattr(module, "to_quantized") or not hasattr(same, "bits"):
+            return False
+        return {"bits": same.bits, "group_size": same.group_size, "mode": same.mode}
+
+    for layer in head.layers:
+        nn.quantize(layer, class_predicate=form)
+        mx.eval(layer.parameters())
+
+
+def size_of(head: MtpHead) -> int:
+    """Bytes of a head's tensors."""
+    return sum(tensor.nbytes for _, tensor in parameters(head))
