@@ -443,3 +443,37 @@ def write_as_deepseek(head: MtpHead, folder: Path) -> None:
         {f"model.layers.3.{name}": value for name, value in tensors.items()},
         {"format": "pt"},
     )
+
+
+def bigram(family: str, noise: float, **changes: Any) -> tuple[SplitModel, MtpHead]:
+    """A model of the zoo whose next token follows mostly from the last one, and a head that knows how.
+
+    The smaller ``noise`` is, the less their layers add to the embedding, and the more often the head is
+    right.
+    """
+    model = zoo.build(family, **changes)
+    quieter(model, noise)
+    base = SplitModel(model)
+    head = MtpHead(base)
+    head.layers[0].load_weights(parameters(base.layers[head.like]))
+    width = base.hidden_size
+    mixing = mx.random.normal((width, width), key=mx.random.key(5)) * noise * width**-0.5
+    head.fc.weight = mx.concatenate([mx.eye(width), mixing], axis=1)
+    last: Any = dict(base.model.named_modules())
+    norms = [
+        module for name, module in last.items() if name.endswith("norm") and "layers" not in name
+    ]
+    head.norm.weight = norms[0].weight
+    mx.eval(head.parameters())
+    return base, head
+
+
+def quieter(model: Any, noise: float) -> None:
+    """Scale what a model's layers add."""
+    scaled = [
+        (name, value * noise)
+        for name, value in parameters(model)
+        if name.endswith("weight") and name.split(".")[-2] in ("o_proj", "out_proj", "down_proj")
+    ]
+    model.load_weights(scaled, strict=False)
+    mx.eval(model.parameters())

@@ -18,22 +18,6 @@ def split(family: str = "llama", seed: int = 0) -> SplitModel:
     return SplitModel(zoo.build(family, seed=seed))
 
 
-def test_the_halves_of_a_model_make_up_its_logits() -> None:
-    model = split()
-
-    hidden = model.hidden(mx.array([TOKENS]), model.new_cache())
-
-    assert hidden.shape == (1, len(TOKENS), 64)
-    assert mx.array_equal(
-        model.logits(hidden), model.forward(mx.array([TOKENS]), model.new_cache())
-    )
-
-
-def test_a_model_whose_logits_are_capped_is_refused() -> None:
-    with pytest.raises(Unsupported, match="gemma2 cannot be read: its last norm and output head"):
-        split("gemma2")
-
-
 def test_a_model_without_full_attention_gets_no_head() -> None:
     with pytest.raises(Unsupported, match="mamba2: no layer has full attention"):
         MtpHead(split("mamba2"))

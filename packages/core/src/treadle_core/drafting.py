@@ -160,6 +160,41 @@ class TakesMemory(Protocol):
         ...
 
 
+class HeardRow(Struct, frozen=True):
+    """A row of a forward: it was fed ``num_tokens`` tokens at ``[start, …)``.
+
+    Some of them may have been a draft, of which the row's output tells later what it kept.
+    """
+
+    key: Key
+    start: int
+    num_tokens: int
+
+
+class HiddenStates(Struct, frozen=True):
+    """What the model made of the tokens of one forward, on the device, perhaps not computed yet.
+
+    Attributes:
+        rows: The rows, in order.
+        hidden: ``[rows, width, hidden]``; what lies beyond a row's tokens is padding.
+    """
+
+    rows: tuple[HeardRow, ...]
+    hidden: Any
+
+
+class HiddenListener(Protocol):
+    """Is told the hidden states of every forward. Used from the engine's thread alone.
+
+    A drafter that builds on them is one. It is told while a step is being submitted, so it must
+    neither wait for that step nor take long; one that raises is told nothing any more.
+    """
+
+    def hear(self, states: HiddenStates) -> None:
+        """Hidden states of rows that joined before, or that it does not know."""
+        ...
+
+
 class DraftController(Protocol):
     """Decides how many tokens are drafted and verified. Asking it changes nothing."""
 

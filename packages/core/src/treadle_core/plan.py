@@ -96,7 +96,8 @@ class Save(Struct, frozen=True, kw_only=True, tag="save"):
     generation: int
 
 
-Instruction = Resize | Open | Promote | Close | Transfer | Restore | Save
+Arrangement = Resize | Open | Promote | Close | Transfer
+Instruction = Arrangement | Restore | Save
 
 
 class RowSetup(Struct, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
 """The rows of one group and the forwards over them: batched in slots, or one row at a time."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeGuard
 
 import mlx.core as mx
@@ -24,7 +24,7 @@ from treadle_core.mlx_runtime.stores import (
     Store,
     make_store,
 )
-from treadle_core.plan import Close, Move, Open, Promote, Resize, Transfer
+from treadle_core.plan import Arrangement, Close, Move, Open, Promote, Resize, Transfer
 from treadle_core.ports import RowReader, StoredRow
 from treadle_core.prefix import HostArray
 
@@ -402,6 +402,36 @@ class SoloReader:
     def state(self) -> list[HostArray]:
         """Copies of all that the caches hold."""
         return self._packed
+
+
+def arrange(
+    groups: dict[int, RowGroup], change: Arrangement, new_group: Callable[[], RowGroup]
+) -> None:
+    """Carry out what a layout of rows decided.
+
+    Args:
+        groups: The groups by number; those that are new or empty come and go.
+        change: What to do.
+        new_group: Makes a group.
+    """
+    match change:
+        case Resize(group, rows, _):
+            if rows == 0:
+                groups.pop(group, None)
+                return
+            if group not in groups:
+                groups[group] = new_group()
+            groups[group].resize(change)
+        case Open(group):
+            if group not in groups:
+                groups[group] = new_group()
+            groups[group].open(change)
+        case Promote(group):
+            groups[group].promote(change)
+        case Close(group):
+            groups[group].close(change)
+        case Transfer(group, _, to_group):
+            groups[to_group].insert(change, groups[group])
 
 
 def is_cuttable(store: Store) -> TypeGuard[AttentionStore | QuantisedStore]:

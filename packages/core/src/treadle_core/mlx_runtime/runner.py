@@ -9,30 +9,28 @@ from typing import Any
 import mlx.core as mx
 from msgspec.structs import replace
 
+from treadle_core.drafting import HeardRow, HiddenListener, HiddenStates
+from treadle_core.errors import Unsupported
 from treadle_core.layers import ModelSpec, is_recurrent, why_no_drafts
 from treadle_core.mlx_runtime.acceptance import Accept, accept_equal
 from treadle_core.mlx_runtime.adapter import ModelAdapter
 from treadle_core.mlx_runtime.fingerprint import fingerprint
 from treadle_core.mlx_runtime.fusing import run_together
-from treadle_core.mlx_runtime.groups import RowGroup, SlotGroup, SoloGroup
+from treadle_core.mlx_runtime.groups import RowGroup, SlotGroup, SoloGroup, arrange
 from treadle_core.mlx_runtime.recording import record_inputs
 from treadle_core.mlx_runtime.sampler import Choice, Sampler
+from treadle_core.mlx_runtime.split import HiddenTap, SplitModel
 from treadle_core.mlx_runtime.verifying import DraftChoice, verify
 from treadle_core.plan import (
-    Close,
     Decode,
     Encode,
     Instruction,
     Key,
-    Open,
     Plan,
     Prefill,
-    Promote,
-    Resize,
     Restore,
     Save,
     StepResult,
-    Transfer,
     Work,
 )
 from treadle_core.ports import Encoder, PendingStep, PrefixStore
@@ -160,6 +158,9 @@ class ModelRunner:
         self._config = dict(config or {})
         self._accept = accept
         self._attachments: dict[Key, Any] = {}
+        self._tap: HiddenTap | None = None
+        self._listener: HiddenListener | None = None
+        self._untold: list[HiddenStates] = []
 
     @property
     def spec(self) -> ModelSpec:
@@ -185,6 +186,30 @@ class ModelRunner:
     def use(self, store: PrefixStore) -> None:
         """Restore from, and save to, this store when a plan says so."""
         self._prefixes = store
+
+    def split(self) -> SplitModel:
+        """The model in halves, for a listener that builds on them.
+
+        Raises:
+            Unsupported: Its hidden states cannot be read.
+        """
+        assert self._model is not None, "the runner is closed"
+        if self._spec.media:
+            raise Unsupported(
+                f"hidden states of {self._spec.model_type} cannot be read: it takes media"
+            )
+        return SplitModel(self._model.model)
+
+    def listen(self, listener: HiddenListener, split: SplitModel) -> None:
+        """Hand a listener the hidden states of every forward. Called once, before the first step.
+
+        Args:
+            listener: Who is told.
+            split: What :meth:`split` gave.
+        """
+        assert not self._groups, "rows are there that nothing was heard of"
+        self._model = self._tap = HiddenTap(split)
+        self._listener = listener
 
     @property
     def num_rows(self) -> int:
@@ -220,6 +245,7 @@ class ModelRunner:
             choice = self._decode_beside(chunk, plan.decodes)
         else:
             choice = self._decode(plan.decodes, lossy=plan.lossy) if plan.decodes else None
+        self._tell_hidden()
         if choice is not None:
             # Buffers too: what the logits do not depend on would otherwise stay lazy for ever.
             used = {decode.group for decode in plan.decodes}
@@ -253,6 +279,7 @@ class ModelRunner:
         self._attachments.clear()
         if self.encoder is not None:
             self.encoder.reset()
+        self._untold.clear()
         self._last = None
         self._before = None
         mx.clear_cache()
@@ -260,7 +287,7 @@ class ModelRunner:
     def close(self) -> None:
         """Free the model."""
         self.reset()
-        self._model = None
+        self._model = self._tap = self._listener = None
         mx.clear_cache()
 
     def _apart(self, plan: Plan) -> tuple[Sequence[Work], Prefill | None, Sequence[Work]]:
@@ -302,23 +329,8 @@ class ModelRunner:
                 self._restore(change)
             case Save():
                 self._save(change)
-            case Resize(group, rows, _):
-                if rows == 0:
-                    self._groups.pop(group, None)
-                    return
-                if group not in self._groups:
-                    self._groups[group] = self.new_group()
-                self._groups[group].resize(change)
-            case Open(group):
-                if group not in self._groups:
-                    self._groups[group] = self.new_group()
-                self._groups[group].open(change)
-            case Promote(group):
-                self._groups[group].promote(change)
-            case Close(group):
-                self._groups[group].close(change)
-            case Transfer(group, _, to_group):
-                self._groups[to_group].insert(change, self._groups[group])
+            case _:
+                arrange(self._groups, change, self.new_group)
 
     def _restore(self, restore: Restore) -> None:
         assert self._prefixes is not None, "a stored prefix without a store"
@@ -343,6 +355,7 @@ class ModelRunner:
         """
         started = self._stopwatch.now()
         self._write(prefill)
+        self._tell_hidden()
         mx.eval(self._groups[prefill.group].arrays())
         return self._stopwatch.now() - started
 
@@ -350,6 +363,7 @@ class ModelRunner:
         attachment = self._attachments.get(prefill.key)
         group = self._groups[prefill.group]
         group.prefill(prefill.row, prefill.tokens, prefill.start, attachment)
+        self._note_hidden([prefill])
 
     def _decode_beside(self, chunk: Prefill, decodes: Sequence[Decode]) -> Choice:
         """A chunk and a token of each row in one pass over the weights.
@@ -383,6 +397,7 @@ class ModelRunner:
             starts = [decode.start for decode in members]
             fed = tokens[begin:end, None]
             out = self._groups[group].decode(fed, starts, self._attached(members))
+            self._note_hidden(members)
             logits.append(out[:, -1])
             begin = end
         joined = logits[0] if len(logits) == 1 else mx.concatenate(logits)
@@ -406,6 +421,7 @@ class ModelRunner:
             starts = [decode.start for decode in members]
             tokens = mx.array(fed, dtype=mx.int32)
             logits = self._groups[group].decode(tokens, starts, self._attached(members))
+            self._note_hidden(members)
             width = len(fed[0])
             index = [
                 row * width + place
@@ -426,6 +442,29 @@ class ModelRunner:
             if any(decode.draft for decode in members):
                 self._groups[group].keep(mine)
                 mx.eval(self._groups[group].arrays())
+
+    def _note_hidden(self, items: Sequence[Prefill | Decode]) -> None:
+        """Take the hidden states of the forward before, to be handed on.
+
+        Not at once: another forward may be in the middle of its layers.
+        """
+        if self._listener is None or self._tap is None:
+            return
+        rows = tuple(HeardRow(item.key, item.start, _num_fed(item)) for item in items)
+        self._untold.append(HiddenStates(rows, self._tap.take()))
+
+    def _tell_hidden(self) -> None:
+        """Hand on what was taken, in the order of the forwards."""
+        untold, self._untold = self._untold, []
+        for states in untold:
+            if self._listener is None:
+                return
+            try:
+                self._listener.hear(states)
+            except Exception:
+                # Rows must not suffer from who listens to them.
+                logger.exception("hidden states could not be handed on; nobody is told any more")
+                self._listener = None
 
     def _attached(self, decodes: Sequence[Decode]) -> list[Any]:
         """What the model is given of each row's prompt besides tokens."""
@@ -481,6 +520,10 @@ def _behind(decode: Decode) -> Decode:
     """The same row when all but the last of its known tokens are written."""
     num = len(decode.more)
     return replace(decode, start=decode.start + num, num_output=decode.num_output + num)
+
+
+def _num_fed(item: Prefill | Decode) -> int:
+    return len(item.tokens) if isinstance(item, Prefill) else 1 + len(item.draft)
 
 
 def _by_group(decodes: Sequence[Decode]) -> list[tuple[int, list[Decode]]]:

@@ -102,3 +102,33 @@ class SplitModel:
 
     def _refusal(self, reason: str) -> Unsupported:
         return Unsupported(f"hidden states of {self.name} cannot be read: {reason}")
+
+
+class HiddenTap:
+    """A split model that keeps the hidden states of its last forward: an adapter around one.
+
+    Args:
+        split: The model.
+    """
+
+    def __init__(self, split: SplitModel) -> None:
+        self.model = split.model
+        self._split = split
+        self._last: mx.array | None = None
+
+    def forward(
+        self, tokens: mx.array, caches: list[Any], rows: Sequence[RowInput] = ()
+    ) -> mx.array:
+        """Logits ``[B, N, vocab]`` of ``tokens [B, N]``, lazily; the caches advance."""
+        self._last = self._split.hidden(tokens, caches, rows)
+        return self._split.logits(self._last)
+
+    def new_cache(self) -> list[Any]:
+        """The model's own caches for one row."""
+        return self._split.new_cache()
+
+    def take(self) -> mx.array:
+        """The hidden states ``[B, N, hidden]`` of the forward before, once."""
+        hidden, self._last = self._last, None
+        assert hidden is not None, "no forward since the last one was taken"
+        return hidden
