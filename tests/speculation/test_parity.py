@@ -12,6 +12,7 @@ from treadle_cache import CacheConfig, RamStore
 from treadle_core import Completion, Engine, EngineConfig, Request, SamplingParams, collect
 from treadle_core.mlx_runtime.gguf import find_demo_model, load_gguf
 from treadle_core.mlx_runtime.load import make_runner
+from treadle_core.mlx_runtime.runner import ModelRunner
 from treadle_core.mlx_runtime.tokenizer import ModelTokenizer
 from treadle_core.testing import zoo
 from treadle_core.testing.drafting import (
@@ -21,6 +22,7 @@ from treadle_core.testing.drafting import (
     WrongDrafter,
 )
 from treadle_speculative import AdaptiveController, FixedController, NgramDrafter
+from treadle_speculative.mtp import MtpDrafter, MtpHead
 
 TOLERANCE = 1e-4
 STORY = (
@@ -87,6 +89,35 @@ def test_what_a_speculating_row_stored_is_what_a_plain_row_would_have_computed(f
     assert total is not None
     assert total.accepted > 20
     assert total.rejected > 5
+
+
+def mtp_engine(runner: ModelRunner, k: int, **options: Any) -> Engine:
+    """An engine over a runner, with a head that nobody has trained."""
+    base = runner.split()
+    drafter = MtpDrafter(MtpHead(base), context_length=runner.spec.context_length)
+    runner.listen(drafter, base)
+    return Engine(runner, drafter=drafter, controller=FixedController(k), **options)
+
+
+def test_a_chat_goes_on_from_the_store_beside_a_head_that_has_not_heard_what_is_there() -> None:
+    store = RamStore(CacheConfig(capacity_bytes=64 << 20, block_size=8))
+    runner = make_runner(model_of("llama"), zoo.config("llama"), slack=3)
+    speculating = mtp_engine(runner, 3, store=store)
+    plain = Engine(make_runner(model_of("llama"), zoo.config("llama")))
+    prompt, reused = looped(40, seed=1), 0
+    for turn in range(3):
+        request = request_of(f"turn{turn}", prompt, temperature=0.7 * (turn % 2), seed=turn)
+        theirs = answer(plain, request)[request.id]
+        mine = answer(speculating, request)[request.id]
+        assert mine.tokens == theirs.tokens
+        assert mine.usage is not None
+        reused += mine.usage.cached_tokens
+        prompt = (*prompt, *mine.tokens, *looped(7, seed=turn))
+    assert reused > 80
+    total = speculating.stats().drafts
+    assert total is not None
+    assert total.rejected > 100
+    assert total.failures == 0
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mamba2_hybrid"])
@@ -171,3 +202,29 @@ def test_smollm2_copies_a_text_in_fewer_forwards_and_the_same_tokens() -> None:
     assert found.usage is not None
     assert found.usage.drafts is not None
     assert found.usage.drafts.forwards_saved > 20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_smollm2_beside_a_head_that_knows_nothing_says_what_it_says_alone() -> None:
+    path = find_demo_model()
+    if path is None:
+        pytest.skip("the demo package is not installed")
+    model, wrapper, config = load_gguf(path)
+    tokenizer = ModelTokenizer(wrapper, config)
+    requests = [
+        request_of(f"r{i}", tokenizer.encode(text), max_tokens=7, temperature=0.8 * i, seed=i)
+        for i, text in enumerate(("The capital of France is", "def fibonacci(n):"))
+    ]
+    runner = make_runner(model, config, slack=2)
+    plain = answer(Engine(runner), *requests)
+    runner.reset()
+    engine = mtp_engine(runner, 2)
+
+    found = answer(engine, *requests)
+
+    assert {id: c.tokens for id, c in found.items()} == {id: c.tokens for id, c in plain.items()}
+    total = engine.stats().drafts
+    assert total is not None
+    assert total.failures == 0
+    assert total.rejected > 10

@@ -12,7 +12,7 @@ from treadle_core.mlx_runtime.adapter import RowInput
 
 BODIES = ("model", "backbone", "transformer")
 EMBEDDINGS = ("embed_tokens", "embeddings", "word_embeddings", "wte")
-PROBE = ((3, 1, 4, 1, 5), (9, 2, 6, 5, 3))
+PROBE = ((3, 1, 4), (9, 2))
 
 
 class SplitModel:

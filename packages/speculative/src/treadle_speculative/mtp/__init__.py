@@ -1,1 +1,19 @@
-"""Heads for multi-token prediction: made, saved and loaded."""
+"""Heads for multi-token prediction: made, saved, loaded, and drafting.
+
+This part needs mlx, which the package's front does not.
+"""
+
+from treadle_speculative.mtp.drafter import MtpDrafter
+from treadle_speculative.mtp.files import HeadFile, load_head, save_head
+from treadle_speculative.mtp.head import HeadForm, MtpHead
+from treadle_speculative.mtp.native import find_head
+
+__all__ = [
+    "HeadFile",
+    "HeadForm",
+    "MtpDrafter",
+    "MtpHead",
+    "find_head",
+    "load_head",
+    "save_head",
+]
