@@ -42,6 +42,7 @@ OWN_FLAGS = {
     "speculative-method",
     "num-speculative-tokens",
     "draft-model",
+    "mtp-head",
     "speculative-lossy",
     "text-only",
     "max-media-items",
@@ -80,6 +81,7 @@ NEEDED = {
     "num_speculative_tokens": ["--speculative-method", "ngram"],
     "speculative_lossy": ["--speculative-method", "ngram"],
     "draft_model": ["--speculative-method", "draft-model", "--draft-model", "another"],
+    "mtp_head": ["--speculative-method", "mtp"],
 }
 
 # One of each pair excludes the other, so that not all fit into one file.
@@ -90,6 +92,7 @@ LEFT_OUT = (
     "cache_memory_percent",
     "max_kv_size",
     "draft_model",
+    "mtp_head",
     "text_only",
     "disable_media_fetch",
 )
@@ -123,6 +126,7 @@ VALUES: dict[str, Any] = {
     "ssd_cache_dir": "d",
     "cache_save": "f",
     "draft_model": "small",
+    "mtp_head": "head",
     "warm_prompts": "w",
     "max_num_batched_tokens": 9000,
     "default_presence_penalty": 1.5,

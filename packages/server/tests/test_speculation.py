@@ -12,7 +12,7 @@ import httpx2
 import msgspec
 import pytest
 
-from treadle_core import Engine, EngineStats, InvalidRequest, Unsupported, Usage
+from treadle_core import Engine, EngineStats, InvalidRequest, ModelLoadError, Unsupported, Usage
 from treadle_core.events import DraftCounters
 from treadle_core.testing import zoo
 from treadle_core.testing.drafting import SteadyController, WrongDrafter
@@ -54,6 +54,23 @@ def test_a_fixed_number_of_tokens_is_what_the_controller_asks_for() -> None:
     assert controller.max_tokens == 4
 
 
+def test_a_model_whose_checkpoint_holds_no_head_is_refused_at_the_start(tmp_path: Path) -> None:
+    if find_spec("treadle_speculative") is None:
+        pytest.skip("treadle-speculative is not installed")
+    config = serve_of("--model", str(zoo.save_checkpoint("llama", tmp_path / "plain")))
+    options = serve_of("--speculative-method", "mtp").speculative
+
+    with pytest.raises(Unsupported, match="MTP heads of llama are not known"):
+        compose.open_engine(
+            config.model, config.engine, config.memory, None, compose.drafting_maker(options)
+        )
+    away = serve_of("--speculative-method", "mtp", "--mtp-head", str(tmp_path / "away")).speculative
+    with pytest.raises(ModelLoadError, match="away: there is no such directory"):
+        compose.open_engine(
+            config.model, config.engine, config.memory, None, compose.drafting_maker(away)
+        )
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -73,6 +90,7 @@ def test_a_number_without_a_method_is_refused(words: tuple[str, ...]) -> None:
         (("--speculative-method", "off", "--speculative-lossy"), "speculative_lossy means nothing"),
         (("--speculative-method", "draft-model"), "needs draft_model"),
         (("--draft-model", "small"), "draft_model means nothing"),
+        (("--mtp-head", "head"), "mtp_head means nothing unless speculative_method is mtp"),
         (("--speculative-method", "ngram", "--draft-model", "small"), "draft_model means nothing"),
     ],
 )

@@ -45,13 +45,21 @@ def test_ngram_is_controlled_unless_its_number_is_fixed() -> None:
     assert fixed.max_tokens == 5
 
 
+def test_a_single_file_holds_no_head() -> None:
+    with pytest.raises(Unsupported, match="mtp needs mtp_head: the file of tiny holds no head"):
+        make_drafter(SpeculativeConfig(method="mtp"), target())
+
+
 @pytest.mark.parametrize(
     ("options", "word"),
     [
         ({"method": "draft_model"}, "needs a model"),
         ({"method": "draft_model", "model": ""}, "needs a model"),
         ({"method": "ngram", "model": "small"}, "draft_model"),
-        ({"method": "mtp"}, "mtp"),
+        (
+            {"method": "ngram", "mtp_head": "head"},
+            "mtp_head means nothing unless the method is mtp",
+        ),
         ({"lossy": True}, "lossy"),
         ({"num_tokens": 4}, "num_tokens"),
         (

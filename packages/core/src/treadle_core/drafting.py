@@ -14,7 +14,7 @@ Nothing here touches arrays; :mod:`treadle_core.mlx_runtime.acceptance` is the p
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from msgspec import Struct
 from msgspec.structs import replace

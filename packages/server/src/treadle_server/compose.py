@@ -436,10 +436,12 @@ def make_drafting(
     """What makes who drafts for a loaded model, and who decides how much."""
     from treadle_speculative import SpeculativeConfig, make_controller, make_drafter
 
+    method = options.speculative_method
     config = SpeculativeConfig(
-        method="draft_model" if options.speculative_method == "draft-model" else "ngram",
+        method="draft_model" if method == "draft-model" else method,
         num_tokens=options.num_speculative_tokens,
         model=options.draft_model,
+        mtp_head=options.mtp_head,
         lossy=options.speculative_lossy,
     )
 

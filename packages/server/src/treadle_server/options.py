@@ -176,8 +176,8 @@ SPECULATIVE = (
     Option(
         SpeculativeOptions,
         "speculative_method",
-        "off, or who guesses tokens: ngram, from the text so far, or draft-model, a small model; "
-        "answers stay what they are",
+        "off, or who guesses tokens: ngram, from the text so far, draft-model, a small model, or "
+        "mtp, the model's own head; answers stay what they are",
         "METHOD",
     ),
     Option(
@@ -185,6 +185,12 @@ SPECULATIVE = (
         "draft_model",
         "the small model, with the same tokenizer: GGUF file, directory or Hub repository",
         "MODEL",
+    ),
+    Option(
+        SpeculativeOptions,
+        "mtp_head",
+        "directory of a head for mtp, if the model's checkpoint holds none",
+        "DIR",
     ),
     Option(
         SpeculativeOptions,
@@ -335,7 +341,7 @@ EXCLUSIVE = (
 DEPENDENT = (
     ("ageing_seconds", "policy", ("priority",)),
     ("kv_group_size", "kv_bits", (4, 8)),
-    ("num_speculative_tokens", "speculative_method", ("ngram", "draft-model")),
+    ("num_speculative_tokens", "speculative_method", ("ngram", "draft-model", "mtp")),
 )
 
 

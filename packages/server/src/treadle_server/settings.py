@@ -34,8 +34,8 @@ FETCHING = (
     "allowed_media_networks",
 )
 
-SpeculativeMethod = Literal["off", "ngram", "draft-model"]
-SPECULATIVE_METHODS = ("off", "ngram", "draft-model")
+SpeculativeMethod = Literal["off", "ngram", "draft-model", "mtp"]
+SPECULATIVE_METHODS = ("off", "ngram", "draft-model", "mtp")
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -263,14 +263,16 @@ class SpeculativeOptions(Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     Attributes:
         speculative_method: ``ngram`` guesses from what the prompt and the answer said before,
-            ``draft-model`` asks a small model.
-        draft_model: That model: a GGUF file, a directory or a Hub repository.
+            ``draft-model`` asks a small model, ``mtp`` the model's own head.
+        draft_model: The small model: a GGUF file, a directory or a Hub repository.
+        mtp_head: Directory of a head that the model's checkpoint does not hold.
         num_speculative_tokens: Guess so many in every step; None guesses as many as pays.
         speculative_lossy: Keep guesses without verifying them: answers are not the model's own.
     """
 
     speculative_method: SpeculativeMethod = "off"
     draft_model: str | None = None
+    mtp_head: str | None = None
     num_speculative_tokens: int | None = None
     speculative_lossy: bool = False
 
@@ -289,10 +291,14 @@ class SpeculativeOptions(Struct, frozen=True, kw_only=True, forbid_unknown_field
         check_bool("speculative_lossy", self.speculative_lossy)
         if self.draft_model == "":
             raise InvalidRequest("draft_model", "", "a path or a name")
+        if self.mtp_head == "":
+            raise InvalidRequest("mtp_head", "", "a directory")
         if method == "draft-model" and self.draft_model is None:
             raise Unsupported("speculative_method draft-model needs draft_model")
         if method != "draft-model" and self.draft_model is not None:
             raise Unsupported("draft_model means nothing unless speculative_method is draft-model")
+        if method != "mtp" and self.mtp_head is not None:
+            raise Unsupported("mtp_head means nothing unless speculative_method is mtp")
         if method == "off" and self.speculative_lossy:
             raise Unsupported(
                 "speculative_lossy means nothing while speculative_method is off: nobody guesses"

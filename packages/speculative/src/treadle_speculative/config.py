@@ -1,5 +1,6 @@
 """Which drafter an engine gets and who controls it: options, and the objects that they become."""
 
+from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct
@@ -15,19 +16,21 @@ from treadle_speculative.controller import (
     FixedController,
 )
 from treadle_speculative.draft_model import DraftModelConfig, DraftModelDrafter
+from treadle_speculative.mtp.drafter import MtpDrafter
+from treadle_speculative.mtp.files import DESCRIPTION
+from treadle_speculative.mtp.native import find_head
 from treadle_speculative.ngram import NgramConfig, NgramDrafter
 
 Method = Literal["off", "ngram", "draft_model", "mtp"]
 METHODS = ("off", "ngram", "draft_model", "mtp")
-NOT_YET = {"mtp": "the model's own multi-token prediction heads"}
 
 
 class SpeculativeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of speculative decoding. What cannot be honoured is refused.
 
     Attributes:
-        method: Who drafts: ``ngram`` or ``draft_model``; ``off`` for nobody. ``mtp`` is a name kept
-            for a drafter that does not exist yet.
+        method: Who drafts: ``ngram``, ``draft_model``, or ``mtp`` for the model's own head; ``off``
+            for nobody.
         num_tokens: Draft exactly this many tokens for each row, whether it pays or not; None lets
             the controller decide.
         controller: How it decides.
@@ -35,6 +38,8 @@ class SpeculativeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields
         model: The draft model, which has the large model's tokenizer: a GGUF file, a directory or
             a Hub repository.
         draft_model: Options of the draft model's rows.
+        mtp_head: Directory of a head that is not in the model's own checkpoint, or not for it
+            alone; None takes the one that is there.
         lossy: Keep drafts without verifying them: answers are not the model's own. To be handed to
             the engine, which does it.
     """
@@ -45,6 +50,7 @@ class SpeculativeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ngram: NgramConfig = NgramConfig()
     model: str | None = None
     draft_model: DraftModelConfig = DraftModelConfig()
+    mtp_head: str | None = None
     lossy: bool = False
 
     def __post_init__(self) -> None:
@@ -52,7 +58,7 @@ class SpeculativeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
         Raises:
             InvalidRequest: With the field, its value and what is accepted.
-            Unsupported: An option that does not exist yet, or two that contradict each other.
+            Unsupported: Two options contradict each other.
         """
         if self.method not in METHODS:
             raise InvalidRequest("method", self.method, ", ".join(METHODS))
@@ -62,15 +68,12 @@ class SpeculativeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields
         self._refuse()
 
     def _refuse(self) -> None:
-        if self.method in NOT_YET:
-            raise Unsupported(
-                f"method: {self.method} ({NOT_YET[self.method]}) is not supported yet; "
-                "ngram, draft_model and off are"
-            )
         if self.method == "draft_model" and not self.model:
             raise Unsupported("method: draft_model needs a model")
         if self.method != "draft_model" and self.model is not None:
             raise Unsupported("model means nothing unless the method is draft_model")
+        if self.method != "mtp" and self.mtp_head is not None:
+            raise Unsupported("mtp_head means nothing unless the method is mtp")
         if self.lossy and self.method == "off":
             raise Unsupported("lossy: nobody drafts, the method is off")
         if self.num_tokens is not None and self.controller != ControllerConfig():
@@ -87,11 +90,13 @@ def make_drafter(config: SpeculativeConfig, target: LoadedModel) -> Drafter | No
         target: For which model. A draft model is loaded beside it, on the same thread.
 
     Raises:
-        ModelLoadError: The draft model cannot be used.
+        ModelLoadError: The draft model or the head cannot be used.
         Unsupported: It does not fit to ``target``.
     """
     if config.method == "draft_model":
         return load_draft_model_drafter(config, target)
+    if config.method == "mtp":
+        return load_mtp_drafter(config, target)
     return NgramDrafter(config.ngram) if config.method == "ngram" else None
 
 
@@ -111,6 +116,25 @@ def load_draft_model_drafter(config: SpeculativeConfig, target: LoadedModel) -> 
     return DraftModelDrafter(
         draft.runner, draft.tokenizer, target.tokenizer, config.draft_model, num_known=num_known
     )
+
+
+def load_mtp_drafter(config: SpeculativeConfig, target: LoadedModel) -> MtpDrafter:
+    """A head over a model, which is told the model's hidden states from now on.
+
+    Raises:
+        ModelLoadError: There is no head, or it does not fit.
+        Unsupported: The model cannot have one.
+    """
+    folder = target.folder if config.mtp_head is None else Path(config.mtp_head)
+    if folder is None:
+        raise Unsupported(f"method: mtp needs mtp_head: the file of {target.name} holds no head")
+    base = target.runner.split()
+    # It takes reading every weight, and only heads that were made here name a model by it.
+    named = (folder / DESCRIPTION).exists()
+    head = find_head(folder, base, fingerprint=target.runner.fingerprint if named else "")
+    drafter = MtpDrafter(head, context_length=target.runner.spec.context_length)
+    target.runner.listen(drafter, base)
+    return drafter
 
 
 def make_controller(config: SpeculativeConfig) -> DraftController:

@@ -78,15 +78,22 @@ class LoadedModel:
         runner: Runs plans over it.
         tokenizer: Its text.
         config: The checkpoint's config.
+        folder: Where its files are on this machine; None where it is a single one.
     """
 
     def __init__(
-        self, name: str, runner: ModelRunner, tokenizer: ModelTokenizer, config: dict[str, Any]
+        self,
+        name: str,
+        runner: ModelRunner,
+        tokenizer: ModelTokenizer,
+        config: dict[str, Any],
+        folder: Path | None = None,
     ) -> None:
         self.name = name
         self.runner = runner
         self.tokenizer = tokenizer
         self.config = config
+        self.folder = folder
 
 
 def load(options: ModelOptions, *, max_draft_tokens: int = 0) -> LoadedModel:
@@ -115,7 +122,13 @@ def load(options: ModelOptions, *, max_draft_tokens: int = 0) -> LoadedModel:
         raise
     except Exception as error:
         raise ModelLoadError(reference, f"it does not run ({describe(error)})") from error
-    return LoadedModel(model_name(reference), runner, ModelTokenizer(tokenizer, config), config)
+    return LoadedModel(
+        model_name(reference),
+        runner,
+        ModelTokenizer(tokenizer, config),
+        config,
+        checkpoint_folder(reference),
+    )
 
 
 def load_draft_model(
@@ -375,6 +388,17 @@ def _find_file(reference: str, name: str) -> Path | None:
     except (EntryNotFoundError, HfHubHTTPError, HFValidationError):
         # Whether anything else of it is there shows when it is loaded.
         return None
+
+
+def checkpoint_folder(reference: str) -> Path | None:
+    """Where the files of a loaded checkpoint are; None for a GGUF file."""
+    path = Path(reference)
+    if path.is_dir():
+        return path
+    if path.suffix == ".gguf":
+        return None
+    found = try_to_load_from_cache(reference, "config.json")
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def looks_like_path(reference: str) -> bool:

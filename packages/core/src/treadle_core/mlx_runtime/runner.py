@@ -523,7 +523,9 @@ def _behind(decode: Decode) -> Decode:
 
 
 def _num_fed(item: Prefill | Decode) -> int:
-    return len(item.tokens) if isinstance(item, Prefill) else 1 + len(item.draft)
+    if isinstance(item, Prefill):
+        return len(item.tokens)
+    return 1 + len(item.more) + len(item.draft)
 
 
 def _by_group(decodes: Sequence[Decode]) -> list[tuple[int, list[Decode]]]:

@@ -1,7 +1,4 @@
-"""Heads for multi-token prediction: made, saved, loaded, and drafting.
-
-This part needs mlx, which the package's front does not.
-"""
+"""Heads for multi-token prediction: made, saved, loaded, and drafting."""
 
 from treadle_speculative.mtp.drafter import MtpDrafter
 from treadle_speculative.mtp.files import HeadFile, load_head, save_head
