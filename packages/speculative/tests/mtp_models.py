@@ -403,9 +403,13 @@ def difference(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
-def randomised(head: MtpHead) -> MtpHead:
+def randomised(head: MtpHead, gain: float = 1.0) -> MtpHead:
+    """A head of random weights; ``gain`` makes its attention choosier, and count for more."""
     mx.random.seed(1)
     head.update(tree_map(lambda p: p + 0.1 * mx.random.normal(p.shape), head.parameters()))
+    scaled = ("q_proj.weight", "k_proj.weight", "o_proj.weight")
+    chosen = [(name, gain * p) for name, p in parameters(head) if name.endswith(scaled)]
+    head.load_weights(chosen, strict=False)
     mx.eval(head.parameters())
     return head
 
