@@ -20,6 +20,7 @@ from treadle_core.drafting import (
 )
 from treadle_core.layers import ModelSpec
 from treadle_core.mlx_runtime.adapter import TextModel, inspect
+from treadle_core.mlx_runtime.fusing import prepare
 from treadle_core.mlx_runtime.runner import ModelRunner
 from treadle_core.mlx_runtime.split import SplitModel
 from treadle_core.pacing import FixedChunk
@@ -146,7 +147,8 @@ def engine_of(
     """An engine over a model, with a drafter that listens, if there is one."""
     model = TextModel(base.model)
     spec = inspect(model, {"max_position_embeddings": CONTEXT})
-    runner = ModelRunner(model, spec, slack=k)
+    # Chunks go through the model together with decoding rows, as a loaded model's do.
+    runner = ModelRunner(model, spec, slack=k, fuses=prepare(base.model))
     if drafter is not None:
         runner.listen(drafter, base)
         controller = controller or SteadyController(k)

@@ -28,6 +28,7 @@ from treadle_core.plan import (
     Key,
     Plan,
     Prefill,
+    Promote,
     Restore,
     Save,
     StepResult,
