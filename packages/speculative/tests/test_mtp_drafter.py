@@ -18,7 +18,7 @@ from treadle_core.drafting import (
     Proposal,
     Verified,
 )
-from treadle_core.layers import ModelSpec
+from treadle_core.layers import ModelSpec, is_recurrent
 from treadle_core.mlx_runtime.adapter import TextModel, inspect
 from treadle_core.mlx_runtime.fusing import prepare
 from treadle_core.mlx_runtime.runner import ModelRunner
@@ -147,8 +147,9 @@ def engine_of(
     """An engine over a model, with a drafter that listens, if there is one."""
     model = TextModel(base.model)
     spec = inspect(model, {"max_position_embeddings": CONTEXT})
-    # Chunks go through the model together with decoding rows, as a loaded model's do.
-    runner = ModelRunner(model, spec, slack=k, fuses=prepare(base.model))
+    # Chunks go through the model together with decoding rows where a loaded model's do.
+    fuses = not is_recurrent(spec) and prepare(base.model)
+    runner = ModelRunner(model, spec, slack=k, fuses=fuses)
     if drafter is not None:
         runner.listen(drafter, base)
         controller = controller or SteadyController(k)
@@ -210,7 +211,9 @@ def tokens_of(found: dict[str, Completion]) -> dict[str, Sequence[int]]:
     return {name: completion.tokens for name, completion in found.items()}
 
 
-@pytest.mark.parametrize(("family", "k"), [("llama", 1), ("llama", 5), ("deepseek_v3", 3)])
+@pytest.mark.parametrize(
+    ("family", "k"), [("llama", 1), ("llama", 5), ("deepseek_v3", 3), ("qwen3_5", 3)]
+)
 def test_rows_that_join_and_leave_get_their_plain_answers(family: str, k: int) -> None:
     base, head = pair(family)
     drafter = Checked(MtpDrafter(head, context_length=CONTEXT), head)
