@@ -42,8 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Those of the command line; None takes the process's.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # What follows "bench engine" and the like is the benchmark's own.
-    own = 2 if words[:1] == ["bench"] else len(words)
+    # What follows "bench engine", "mtp fit" and the like is their own.
+    own = 2 if words[:1] in (["bench"], ["mtp"]) else len(words)
     given = make_parser().parse_args(words[:own])
     try:
         return COMMANDS[given.command](given, words[own:])
@@ -83,6 +83,10 @@ def make_parser() -> argparse.ArgumentParser:
             acting.add_argument("--max-gb", default="10", metavar="GB", help="most gibibytes (10)")
     bench = commands.add_parser("bench", help="measure", allow_abbrev=False, add_help=False)
     bench.add_argument("what", choices=sorted(compose.BENCHMARKS), help="what to measure")
+    heads = commands.add_parser(
+        "mtp", help="heads that guess several tokens ahead", allow_abbrev=False, add_help=False
+    )
+    heads.add_argument("what", choices=["fit"], help="fit one to a model that has none")
     return parser
 
 
@@ -168,6 +172,18 @@ def bench_command(given: argparse.Namespace, rest: Sequence[str]) -> int:
     return compose.BENCHMARKS[given.what]()(list(rest))
 
 
+def mtp_command(given: argparse.Namespace, rest: Sequence[str]) -> int:
+    """``treadle mtp``, which reads its own options.
+
+    Raises:
+        TreadleError: One cannot be honoured, or the model not be loaded.
+        KeyboardInterrupt: It was stopped by Ctrl-C, and can go on.
+    """
+    fit = compose.mtp_fit()
+    prepare_libraries(offline=False)
+    return fit(list(rest))
+
+
 def cache_command(given: argparse.Namespace, rest: Sequence[str]) -> int:
     """``treadle cache``.
 
@@ -205,4 +221,5 @@ COMMANDS = {
     "run": run_command,
     "cache": cache_command,
     "bench": bench_command,
+    "mtp": mtp_command,
 }

@@ -494,6 +494,18 @@ def speculative_bench() -> Bench:
     return bench.main
 
 
+def mtp_fit() -> Callable[[list[str]], int]:
+    """What fits a head to a model; it reads its own options.
+
+    Raises:
+        Unsupported: Its package is not installed.
+    """
+    check_installed("mtp fit", "speculative")
+    from treadle_speculative.mtp.fit import command
+
+    return command.main
+
+
 def multimodal_bench() -> Bench:
     """The benchmark of media, with a prefix store as a server has it.
 

@@ -127,6 +127,11 @@ class HiddenTap:
         """The model's own caches for one row."""
         return self._split.new_cache()
 
+    @property
+    def encoder(self) -> None:
+        """It reads tokens alone."""
+        return None
+
     def take(self) -> mx.array:
         """The hidden states ``[B, N, hidden]`` of the forward before, once."""
         hidden, self._last = self._last, None

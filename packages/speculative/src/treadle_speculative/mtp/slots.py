@@ -37,6 +37,11 @@ class HeadModel:
         self._head = head
         self.given: mx.array | None = None
 
+    @property
+    def encoder(self) -> None:
+        """It reads tokens alone."""
+        return None
+
     def forward(
         self, tokens: mx.array, caches: list[Any], rows: Sequence[RowInput] = ()
     ) -> mx.array:

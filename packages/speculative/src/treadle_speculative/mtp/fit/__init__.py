@@ -1,0 +1,1 @@
+"""Fitting a head to a model that has none: what ``treadle mtp fit`` does."""
