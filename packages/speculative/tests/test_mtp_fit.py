@@ -342,15 +342,15 @@ def write(path: Path, content: str | bytes) -> str:
 def test_bad_data_is_told_with_file_line_and_limit(
     name: str, content: str | bytes, told: str, tmp_path: Path, subject: Subject
 ) -> None:
-    with pytest.raises(data.BadData, match=told):
+    with pytest.raises(Unsupported, match=told):
         data.read([write(tmp_path / name, content)], subject.tokenizer)
 
 
 def test_a_long_line_is_refused(tmp_path: Path, subject: Subject) -> None:
     path = write(tmp_path / "a.jsonl", b"\n" + b'"' * (data.MOST_LINE_BYTES + 1))
-    with pytest.raises(data.BadData, match="line 2: got over 16777216 bytes, expected at most"):
+    with pytest.raises(Unsupported, match="line 2: got over 16777216 bytes, expected at most"):
         data.read([path], subject.tokenizer)
-    with pytest.raises(data.BadData, match="nowhere: got No such file or directory, expected"):
+    with pytest.raises(Unsupported, match="nowhere: got No such file or directory, expected"):
         data.read([str(tmp_path / "nowhere")], subject.tokenizer)
 
 

@@ -18,7 +18,7 @@ LONGEST_PROMPT = 1024
 ROLES = ("system", "user", "assistant", "tool")
 
 
-class BadData(Unsupported):
+def bad_data(path: Path, line: int | None, got: str, limit: str) -> Unsupported:
     """A file to learn from has something that cannot be used.
 
     Args:
@@ -27,12 +27,8 @@ class BadData(Unsupported):
         got: What is there.
         limit: What would have been accepted.
     """
-
-    def __init__(self, path: Path, line: int | None, got: str, limit: str) -> None:
-        self.path = path
-        self.line = line
-        where = f"{path}" if line is None else f"{path}, line {line}"
-        super().__init__(f"data: {where}: got {got}, expected {limit}")
+    where = f"{path}" if line is None else f"{path}, line {line}"
+    return Unsupported(f"data: {where}: got {got}, expected {limit}")
 
 
 class TextTokenizer(Protocol):
@@ -81,7 +77,7 @@ def read(paths: Sequence[str], tokenizer: TextTokenizer) -> list[Document]:
     """The documents of files.
 
     Raises:
-        BadData: A file or a line cannot be used.
+        Unsupported: A file or a line cannot be used.
     """
     return [document for path in paths for document in read_file(Path(path), tokenizer)]
 
@@ -90,32 +86,32 @@ def read_file(path: Path, tokenizer: TextTokenizer) -> Iterator[Document]:
     """The documents of a file.
 
     Raises:
-        BadData: It, or a line of it, cannot be used.
+        Unsupported: It, or a line of it, cannot be used.
     """
     try:
         size = path.stat().st_size
         if not path.is_file() or not 0 < size <= MOST_FILE_BYTES:
-            raise BadData(path, None, f"{size} bytes", f"a file of 1 to {MOST_FILE_BYTES} bytes")
+            raise bad_data(path, None, f"{size} bytes", f"a file of 1 to {MOST_FILE_BYTES} bytes")
         if path.suffix in LINE_SUFFIXES:
             yield from read_lines(path, tokenizer)
         else:
             yield prose(decode(path.read_bytes(), path), tokenizer)
     except OSError as error:
-        raise BadData(path, None, error.strerror or str(error), "a readable file") from None
+        raise bad_data(path, None, error.strerror or str(error), "a readable file") from None
 
 
 def read_lines(path: Path, tokenizer: TextTokenizer) -> Iterator[Document]:
     """The documents of a file of JSON lines; empty lines are none.
 
     Raises:
-        BadData: With the line.
+        Unsupported: With the line.
     """
     with path.open("rb") as file:
         line = 0
         while spelled := file.readline(MOST_LINE_BYTES + 1):
             line += 1
             if len(spelled) > MOST_LINE_BYTES:
-                raise BadData(
+                raise bad_data(
                     path, line, f"over {MOST_LINE_BYTES} bytes", f"at most {MOST_LINE_BYTES} bytes"
                 )
             if spelled.strip():
@@ -126,12 +122,12 @@ def read_line(spelled: bytes, path: Path, line: int, tokenizer: TextTokenizer) -
     """The document of a line.
 
     Raises:
-        BadData: It is none.
+        Unsupported: It is none.
     """
     try:
         found: Any = json.loads(decode(spelled, path, line))
     except (ValueError, RecursionError) as error:
-        raise BadData(path, line, f"no JSON ({error})", "a JSON object") from None
+        raise bad_data(path, line, f"no JSON ({error})", "a JSON object") from None
     given = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
     text, messages = given.get("text"), given.get("messages")
     try:
@@ -140,8 +136,8 @@ def read_line(spelled: bytes, path: Path, line: int, tokenizer: TextTokenizer) -
         if text is None and is_chat(messages):
             return chat(messages, tokenizer)
     except InvalidRequest as error:
-        raise BadData(path, line, str(error.value), error.limit) from error
-    raise BadData(
+        raise bad_data(path, line, str(error.value), error.limit) from error
+    raise bad_data(
         path,
         line,
         f"an object with {', '.join(sorted(given)) or 'nothing'}" if given else "no such object",
@@ -153,13 +149,13 @@ def decode(spelled: bytes, path: Path, line: int | None = None) -> str:
     """Bytes as text.
 
     Raises:
-        BadData: They are not UTF-8.
+        Unsupported: They are not UTF-8.
     """
     try:
         return spelled.decode()
     except UnicodeDecodeError as error:
         where = line if line is not None else 1 + spelled[: error.start].count(b"\n")
-        raise BadData(path, where, repr(spelled[error.start : error.end]), "UTF-8") from None
+        raise bad_data(path, where, repr(spelled[error.start : error.end]), "UTF-8") from None
 
 
 def is_chat(messages: Any) -> TypeGuard[list[dict[str, Any]]]:

@@ -90,9 +90,9 @@ class Fit:
         bar: Is told how far it is.
 
     Raises:
-        BadData: A file to learn from cannot be used.
         InvalidRequest: There is too little to learn from.
-        Unsupported: The model can have no head, or the folder cannot be used.
+        Unsupported: A file to learn from or the folder cannot be used, or the model can have no
+            head.
     """
 
     def __init__(self, subject: Subject, config: FitConfig, out: Path, bar: ProgressBar) -> None:
