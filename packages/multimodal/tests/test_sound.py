@@ -216,7 +216,7 @@ class TestFeatures:
     def test_a_sound_keeps_one_vector_for_each_placeholder(self, family: str) -> None:
         prompt = encoded(family, *REQUESTS["one"])
 
-        features = loaded(family).model.encode(prompt.items[0])
+        features = loaded(family).model.encoder.take(prompt.items[0])
 
         assert features.embeddings.shape[0] == prompt.items[0].num_tokens
         assert features.deepstack == ()
