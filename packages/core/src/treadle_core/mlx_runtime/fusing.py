@@ -21,6 +21,8 @@ import mlx.nn as nn
 from greenlet import getcurrent, greenlet
 from mlx.utils import tree_flatten, tree_unflatten
 
+from treadle_core.mlx_runtime.twins import twin
+
 Forward = Callable[[], Any]
 
 MEETING_PLACES = (nn.Linear, nn.QuantizedLinear)
@@ -122,9 +124,6 @@ class _Meeting(nn.Module):
         return super().__call__(x)  # pyright: ignore[reportUnknownVariableType, reportAttributeAccessIssue, reportUnknownMemberType]
 
 
-_CLASSES: dict[type, type] = {}
-
-
 def _share(ahead: _Runner, behind: _Runner) -> None:
     """One call of the layer where both are."""
     if ahead.tokens is None:
@@ -159,14 +158,5 @@ def _places(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _meeting(module: nn.Module) -> nn.Module:
-    """The same layer, of a class that meets; its name stays, so a model's identity does too."""
-    if isinstance(module, _Meeting):
-        return module
-    kind = type(module)
-    if kind not in _CLASSES:
-        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        _CLASSES[kind] = type(kind.__name__, (_Meeting, kind), names)
-    twin = nn.Module.__new__(_CLASSES[kind])
-    dict.update(twin, module)
-    twin.__dict__.update(vars(module))
-    return twin
+    """The same layer, of a class that meets."""
+    return module if isinstance(module, _Meeting) else twin(module, _Meeting)

@@ -12,12 +12,13 @@ class that derives from its own, with its weights, its settings and its name.
 
 import inspect
 from collections.abc import Callable, Iterable
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
+
+from treadle_core.mlx_runtime.twins import twin
 
 
 class RecordedCache(ArraysCache):
@@ -106,24 +107,9 @@ def _replace_parts(parts: Any, known: dict[int, tuple[Any, Any]]) -> None:
         elif isinstance(part, list | dict):
             _replace_parts(part, known)
             if _takes_cache(part):
-                parts[place] = _recorder(part)
+                parts[place] = twin(part, Recorder)
                 # Both are held: nothing else gets the id.
                 known[id(part)] = part, parts[place]
-
-
-def _recorder(part: Any) -> nn.Module:
-    kind: Any = _recorder_class(type(part))
-    twin = kind.__new__(kind)
-    dict.update(twin, part)
-    vars(twin).update(vars(part))
-    return twin
-
-
-@cache
-def _recorder_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """A class of the same name: a model's fingerprint is that of the model as it was loaded."""
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (Recorder, kind), names)
 
 
 def _takes_cache(part: Any) -> bool:
