@@ -26,7 +26,7 @@ some_arrays = st.lists(
 
 
 def data_of(entry: Entry) -> bytes:
-    return b"".join(buffer.tobytes() for buffer in encode(entry).buffers)
+    return b"".join(buffer.tobytes() for buffer in encode(entry).buffers())
 
 
 def reason(data: bytes, digest: bytes = NAME.digest) -> str:
@@ -103,6 +103,6 @@ def test_writes_that_take_a_part_are_continued(
     path: Path = tmp_path_factory.mktemp("partial") / "file"
     files = WatchedFiles(max_written=most)
     descriptor = files.create(path)
-    write_all(files, descriptor, encode(entry).buffers)
+    write_all(files, descriptor, encode(entry).buffers())
     files.close(descriptor)
     assert RealFiles().read(path) == data_of(entry)

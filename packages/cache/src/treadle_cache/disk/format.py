@@ -31,6 +31,9 @@ _START = _MARK + FORMAT_VERSION.encode() + b'","seal":"'
 _NO_SEAL = "0" * 16
 SEAL_START = LENGTH_BYTES + len(_START)
 SEAL_END = SEAL_START + len(_NO_SEAL)
+_NO_CHECKSUM = "0" * 32
+_CHECKSUM_START = SEAL_END + len(b'","checksum":"')
+_CHECKSUM_END = _CHECKSUM_START + len(_NO_CHECKSUM)
 
 _DTYPES = {
     "BOOL": "bool",
@@ -117,12 +120,28 @@ class Encoded(Struct, frozen=True, kw_only=True):
     """A file to be written.
 
     Attributes:
-        buffers: Its bytes in order; views of the arrays but for the first.
-        num_bytes: Their number.
+        head: Length and head, without checksum and seal.
+        arrays: The arrays' bytes in order; views of them.
+        num_bytes: Bytes of the whole file.
     """
 
-    buffers: tuple[memoryview, ...]
+    head: bytes
+    arrays: tuple[memoryview, ...]
     num_bytes: int
+
+    def buffers(self) -> tuple[memoryview, ...]:
+        """The file's bytes in order.
+
+        Reads every array for its checksum: what is written right after comes from the processor's
+        cache.
+        """
+        checksum = xxh3_128()
+        for data in self.arrays:
+            checksum.update(data)
+        head = bytearray(self.head)
+        head[_CHECKSUM_START:_CHECKSUM_END] = checksum.hexdigest().encode()
+        head[SEAL_START:SEAL_END] = xxh3_64_hexdigest(bytes(head)).encode()
+        return memoryview(head), *self.arrays
 
 
 def encode(entry: Entry) -> Encoded:
@@ -131,20 +150,18 @@ def encode(entry: Entry) -> Encoded:
     Raises:
         UnsupportedArray: A dtype has no code.
     """
-    checksum = xxh3_128()
     items: dict[str, _Array] = {}
-    buffers: list[memoryview] = []
+    arrays: list[memoryview] = []
     offset = 0
     for number in _file_order(entry.arrays):
         array = entry.arrays[number]
         data, end = _bytes_of(array), offset + array.nbytes
-        checksum.update(data)
-        buffers.append(data)
+        arrays.append(data)
         code = _CODES[array.dtype]
         items[f"{number:04d}"] = _Array(dtype=code, shape=array.shape, data_offsets=(offset, end))
         offset = end
-    head = _seal(_head_json(entry.name, checksum.hexdigest(), items))
-    return Encoded(buffers=(memoryview(head), *buffers), num_bytes=len(head) + offset)
+    head = _head(entry.name, items)
+    return Encoded(head=head, arrays=tuple(arrays), num_bytes=len(head) + offset)
 
 
 def head_length(data: bytes) -> int:
@@ -213,24 +230,20 @@ def _bytes_of(array: HostArray) -> memoryview:
     return data if data.c_contiguous else np.ascontiguousarray(array).data
 
 
-def _head_json(name: EntryName, checksum: str, items: dict[str, _Array]) -> bytes:
+def _head(name: EntryName, items: dict[str, _Array]) -> bytes:
     metadata = _Metadata(
         treadle=FORMAT_VERSION,
         seal=_NO_SEAL,
-        checksum=checksum,
+        checksum=_NO_CHECKSUM,
         kind=name.kind,
         root=name.root.hex(),
         digest=name.digest.hex(),
         parent=name.parent.hex(),
         num_tokens=str(name.num_tokens),
     )
-    return json.encode({"__metadata__": metadata, **items})
-
-
-def _seal(head: bytes) -> bytes:
+    head = json.encode({"__metadata__": metadata, **items})
     head += b" " * (-len(head) % HEAD_ALIGNMENT)
-    data = pack("<Q", len(head)) + head
-    return data[:SEAL_START] + xxh3_64_hexdigest(data).encode() + data[SEAL_END:]
+    return pack("<Q", len(head)) + head
 
 
 def _parse_head(data: bytearray, start: int) -> Head:

@@ -472,7 +472,7 @@ class Shelf:
         temp, target = self._layout.unfinished(self._owner, digest), self._layout.entry(digest)
         descriptor = self._files.create(temp)
         try:
-            write_all(self._files, descriptor, encoded.buffers)
+            write_all(self._files, descriptor, encoded.buffers())
         finally:
             self._files.close(descriptor)
         try:
