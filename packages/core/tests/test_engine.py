@@ -830,6 +830,19 @@ def test_observers_are_told_everything_in_order() -> None:
     assert [sorted(r.sampled) for _, r in observer.steps[:2]] == [[("a", 0)], [("a", 0)]]
 
 
+def test_an_observer_that_comes_later_is_told_the_rest() -> None:
+    first, later = RecordingObserver(), RecordingObserver()
+    engine = Engine(ScriptedRunner(SCRIPT), observers=[first], clock=ManualClock())
+    engine.add(make_request("a", max_tokens=2))
+    engine.observe(later)
+    engine.add(make_request("b", max_tokens=2))
+
+    events = pump(engine)
+
+    assert (first.requests, later.requests) == (["a", "b"], ["b"])
+    assert first.events == later.events == events
+
+
 def test_the_next_step_is_submitted_before_the_last_ones_tokens_are_read() -> None:
     runner = ScriptedRunner(SCRIPT)
 
@@ -928,6 +941,7 @@ def test_a_row_that_makes_place_goes_on_from_its_own_tokens() -> None:
     assert checker.tokens[("b", 0)] == expected_tokens(SCRIPT, (2,) * 40, 40)
     assert finished(checker, "a").usage.preemptions == 0
     assert finished(checker, "b").usage.preemptions == 1
+    assert engine.stats().num_preemptions == 1
 
 
 def test_a_request_that_outgrows_the_budget_alone_fails_alone() -> None:

@@ -18,7 +18,8 @@ from blockbuster import blockbuster_ctx
 from starlette.types import ASGIApp, Message
 
 from treadle_core import AsyncEngine, Engine, InvalidRequest
-from treadle_core.ports import Observer, PrefixStore, Runner, Tokenizer
+from treadle_core.drafting import DraftController, Drafter
+from treadle_core.ports import Clock, Observer, PrefixStore, Runner, Tokenizer
 from treadle_core.testing import zoo
 from treadle_core.testing.fakes import BEGIN, END, ByteTokenizer
 from treadle_core.testing.scripted import ScriptedRunner
@@ -159,6 +160,9 @@ def serve() -> Serve:
         tokenizer: Tokenizer | None = None,
         observers: Sequence[Observer] = (),
         store: PrefixStore | None = None,
+        drafter: Drafter | None = None,
+        controller: DraftController | None = None,
+        clock: Clock | None = None,
         warm: Sequence[WarmChat] = (),
         media: Callable[[], Media] = text_only,
     ) -> AsyncGenerator[Served]:
@@ -172,9 +176,12 @@ def serve() -> Serve:
                 config=config.engine,
                 observers=observers,
                 store=store,
+                drafter=drafter,
+                controller=controller,
+                clock=clock,
             )
         )
-        app = create_app(engine, config, warm=warm, media=media)
+        app = create_app(engine, config, clock=clock, warm=warm, media=media)
         transport = httpx2.ASGITransport(app, raise_app_exceptions=raises)
         async with (
             app.router.lifespan_context(app),

@@ -116,6 +116,7 @@ class Scheduler:
         self._planned: dict[int, list[tuple[Sequence, int]]] = {}
         self._doomed: list[Sequence] = []
         self._number = 0
+        self._num_preemptions = 0
         self._any_suspect = False
         self._next_deadline = math.inf
 
@@ -128,6 +129,11 @@ class Scheduler:
     def num_running(self) -> int:
         """Sequences that are being worked on."""
         return len(self._running)
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a sequence had to give its row to others."""
+        return self._num_preemptions
 
     @property
     def has_work(self) -> bool:
@@ -345,6 +351,7 @@ class Scheduler:
         """Take the row of a sequence for others."""
         self._requeue(draft, sequence)
         sequence.num_preemptions += 1
+        self._num_preemptions += 1
 
     def _requeue(self, draft: Draft, sequence: Sequence) -> None:
         self._release(draft, sequence)

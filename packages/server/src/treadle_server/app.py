@@ -14,6 +14,7 @@ from treadle_core import AsyncEngine, SystemClock, TreadleError
 from treadle_core.ports import Clock
 from treadle_server.cache_routes import CacheRoutes
 from treadle_server.errors import reply_to_status
+from treadle_server.figures import Reporter
 from treadle_server.health import HealthRoutes, Watch
 from treadle_server.http import CLIENT_LEFT, ApiKey, Surprises, beside, error_response, explain
 from treadle_server.media import Media, text_only
@@ -23,6 +24,8 @@ from treadle_server.openai.models import Models
 from treadle_server.serving import Serving
 from treadle_server.settings import ServeConfig
 from treadle_server.speculative_routes import SpeculativeRoutes
+from treadle_server.status_routes import StatusRoutes
+from treadle_server.traffic import Counted, Traffic
 from treadle_server.warm import WarmChat, Warmer
 
 OPEN_PATHS = frozenset({"/health"})
@@ -46,34 +49,41 @@ def create_app(
     Args:
         engine: Not entered yet.
         config: What the server was told; the parts about loading are for whoever made the engine.
-        clock: Time, for the watch over the engine.
+        clock: Time, for the watch over the engine and for figures.
         warm: Chats to compute at the start; see :mod:`treadle_server.warm`.
         media: What the model does with media; called when the engine runs.
     """
     config = config or ServeConfig()
+    clock = clock or SystemClock()
     serving = Serving(engine, config, media)
-    watch = Watch(engine, clock or SystemClock(), config.http.stall_seconds)
+    watch = Watch(engine, clock, config.http.stall_seconds)
     warmer = Warmer(serving, warm)
+    traffic = Traffic()
+    reporter = Reporter(serving, watch, traffic, clock)
+    routes = make_routes(serving, watch, warmer, reporter)
+    counted = Middleware(Counted, traffic=traffic, routes=routes, clock=clock)
     app = Starlette(
-        routes=make_routes(serving, watch, warmer),
-        middleware=make_middleware(config.http.api_key),
+        routes=routes,
+        middleware=[counted, *make_middleware(config.http.api_key)],
         exception_handlers=make_handlers(),
-        lifespan=make_lifespan(serving, watch, warmer),
+        lifespan=make_lifespan(serving, watch, warmer, reporter),
     )
     app.router.redirect_slashes = False
     app.state.dispatcher = serving.dispatcher
     return app
 
 
-def make_routes(serving: Serving, watch: Watch, warmer: Warmer) -> list[Route]:
+def make_routes(serving: Serving, watch: Watch, warmer: Warmer, reporter: Reporter) -> list[Route]:
     """All paths."""
     health = HealthRoutes(watch, lambda: warmer.progress)
     models, cache = Models(serving), CacheRoutes(serving.engine, warmer.again)
-    speculative = SpeculativeRoutes(serving.engine)
+    speculative, status = SpeculativeRoutes(serving.engine), StatusRoutes(reporter)
     chat, completions = ChatCompletions(serving), Completions(serving)
     return [
         Route("/health", health.health),
         Route("/ready", health.ready),
+        Route("/status", status.status),
+        Route("/metrics", status.metrics),
         Route("/v1/cache/stats", cache.stats),
         Route("/v1/cache", cache.clear, methods=["DELETE"]),
         Route("/v1/cache/prefix", cache.clear, methods=["DELETE"]),
@@ -86,7 +96,7 @@ def make_routes(serving: Serving, watch: Watch, warmer: Warmer) -> list[Route]:
 
 
 def make_middleware(api_key: str | None) -> list[Middleware]:
-    """What every request passes first."""
+    """What every request passes before it comes to its route."""
     surprises = [Middleware(Surprises)]
     if api_key is None:
         return surprises
@@ -113,7 +123,7 @@ def make_handlers() -> dict[int | type[Exception], Handler]:
 
 
 def make_lifespan(
-    serving: Serving, watch: Watch, warmer: Warmer
+    serving: Serving, watch: Watch, warmer: Warmer, reporter: Reporter
 ) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
     """What surrounds the serving of requests."""
 
@@ -122,6 +132,7 @@ def make_lifespan(
         async with serving.engine:
             # Raises now, not at the first request, if the tokenizer cannot serve chats.
             _ = serving.tokenizer
+            await reporter.begin()
             await warmer.prepare()
             async with beside(watch.run), beside(warmer.run):
                 yield

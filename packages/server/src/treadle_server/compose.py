@@ -9,14 +9,16 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import ref
 
+import msgspec
 from msgspec.structs import replace
 
 from treadle_core import AsyncEngine, Engine, EngineConfig, InvalidRequest, Unsupported
 from treadle_core.drafting import DraftController, Drafter
 from treadle_core.ports import PrefixStore
 from treadle_server.cache_command import Care
-from treadle_server.media import Media, MediaInput, NoMedia
+from treadle_server.media import FeatureFigures, Media, MediaInput, NoMedia
 from treadle_server.saving import SavingStore
 from treadle_server.settings import (
     MEBIBYTE,
@@ -256,8 +258,22 @@ def load_with_media(options: Any, wanted: MediaOptions, max_draft_tokens: int) -
         parse=parse_part,
         load=MediaLoader(config).load,
         encode=preprocessor.encode,
+        features=feature_figures(loaded.model.features),
     )
     return loaded.base, media
+
+
+def feature_figures(cache: Any) -> Callable[[], FeatureFigures | None]:
+    """What tells how a cache of vision features does, without keeping it."""
+    kept = ref(cache)
+
+    def figures() -> FeatureFigures | None:
+        found = kept()
+        if found is None:
+            return None
+        return msgspec.convert(found.stats(), FeatureFigures, from_attributes=True)
+
+    return figures
 
 
 def media_config(options: MediaOptions) -> Any:

@@ -25,6 +25,33 @@ class MediaPrompt(Protocol):
         ...
 
 
+class FeatureFigures(Struct, frozen=True, kw_only=True):
+    """What an encoder made and is kept for later requests.
+
+    Attributes:
+        hits: Look-ups that found something.
+        misses: Look-ups that did not.
+        evicted: Entries given up for room.
+        refused: Entries larger than the whole cache.
+        num_items: Entries now.
+        used_bytes: Their bytes.
+        capacity_bytes: Most bytes.
+    """
+
+    hits: int
+    misses: int
+    evicted: int
+    refused: int
+    num_items: int
+    used_bytes: int
+    capacity_bytes: int
+
+
+def no_features() -> FeatureFigures | None:
+    """What is told where nothing is known of them."""
+    return None
+
+
 class MediaInput(Struct, frozen=True, kw_only=True):
     """How the media of requests reach the model.
 
@@ -37,12 +64,14 @@ class MediaInput(Struct, frozen=True, kw_only=True):
             of it runs any more after it has ended, by cancellation too.
         encode: A rendered chat with its loaded media as a prompt. Raises InvalidRequest. It takes
             a while: for worker threads.
+        features: What is kept of what the encoder made. Any thread may call it.
     """
 
     kinds: frozenset[str]
     parse: Callable[[Mapping[str, object], str], Any]
     load: Callable[[Sequence[Any], Sequence[str]], Awaitable[Sequence[Any]]]
     encode: Callable[[str, Sequence[Any]], MediaPrompt]
+    features: Callable[[], FeatureFigures | None] = no_features
 
 
 class NoMedia(Struct, frozen=True, kw_only=True):
