@@ -250,7 +250,7 @@ def test_a_template_that_reads_parts_only_loses_no_words(tmp_path: Path) -> None
 
 class TestOptions:
     @pytest.mark.parametrize(
-        "options", [{"adapter_path": "lora"}, {"max_kv_size": 64}, {"kv_bits": 8}]
+        "options", [{"adapter_path": "lora"}, {"max_kv_size": 64}, {"kv_bits": 8}, {"kv_bits": 0}]
     )
     def test_an_option_that_was_not_checked_is_refused(self, options: dict[str, Any]) -> None:
         (name,) = options

@@ -378,8 +378,14 @@ async def test_layers_that_cannot_be_cut_go_on_where_chats_with_media_part(tmp_p
         _, instructions = await usage(system, other)
         await usage(system, first, answer, {"role": "user", "content": "And what shape has it?"})
         _, before = await usage(system, first, answer, {"role": "user", "content": "Why so?"})
+        seen = (await client.get("/status")).json()["media"]
+        scraped = (await client.get("/metrics")).text
 
     # A chat ends with what opens the answer, "<|im_start|>assistant" and a line break.
     closing = len("assistant\n") + 1
     assert opening - closing <= instructions < shown
     assert before > shown
+    assert seen["kinds"] == ["image"]
+    assert seen["encode_seconds"] > 0
+    assert seen["features"]["num_items"] == 1
+    assert f"treadle_vision_cache_used_bytes {seen['features']['used_bytes']}.0" in scraped

@@ -275,6 +275,10 @@ def test_flags_win_over_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--max-num-seqs", "9000"], "must exceed max_num_seqs"),
         (["--disable-prefix-cache", "--ssd-cache-dir", "d"], "exclude each other"),
         (["--disable-prefix-cache", "--cache-memory-mb", "5"], "exclude each other"),
+        (
+            ["--disable-prefix-cache", "--cache-memory-mb", "0"],
+            "cache_memory_mb exclude each other",
+        ),
         (["--disable-prefix-cache", "--warm-prompts", "f"], "exclude each other"),
         (["--disable-prefix-cache", "--checkpoint-interval", "64"], "exclude each other"),
         (["--cache-memory-mb", "5", "--cache-memory-percent", "0.5"], "exclude each other"),
@@ -292,6 +296,8 @@ def test_flags_win_over_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--text-only", "--max-media-items", "3"], "text_only and max_media_items exclude"),
         (["--text-only", "--mllm"], "text_only and mllm exclude each other"),
         (["--disable-media-fetch", "--allow-http-media"], "exclude each other"),
+        (["--disable-media-fetch", "--max-media-redirects", "0"], "exclude each other"),
+        (["--text-only", "--vision-cache-mb", "0"], "text_only and vision_cache_mb exclude"),
         (["--disable-media-fetch", "--allowed-media-domains", "a.b"], "exclude each other"),
         (["--vision-cache-mb", "-1"], "vision_cache_mb: got -1"),
         (["--max-image-bytes", "many"], "--max-image-bytes: got 'many', expected `int"),
@@ -353,6 +359,18 @@ def test_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixture[st
         text = " ".join(capsys.readouterr().out.split())
         assert all(option.flag in text for option in options)
         assert "(2048)" in text
+
+
+def test_zero_is_said_too() -> None:
+    words = ["--ssd-cache-dir", "d", "--cache-memory-mb", "0", "--kv-cache-quantization"]
+    cache = serve_of(*words, "--kv-cache-min-quantize-tokens", "0").cache
+    assert cache.said == (
+        "cache_memory_mb",
+        "kv_cache_quantization",
+        "kv_cache_min_quantize_tokens",
+        "ssd_cache_dir",
+    )
+    assert serve_of().cache.said == ()
 
 
 def test_run_refuses_a_system_message_with_raw_text() -> None:

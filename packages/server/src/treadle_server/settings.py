@@ -125,6 +125,16 @@ def _either(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
+def _said(options: Struct, *, but: str) -> tuple[str, ...]:
+    """Names of the fields that ask for something, but for one; zero is something."""
+    values = {field: getattr(options, field) for field in options.__struct_fields__ if field != but}
+    return tuple(
+        field
+        for field, value in values.items()
+        if value is not None and value is not False and value != ()
+    )
+
+
 def _check_choice(field: str, value: int | None, choices: tuple[int, ...]) -> None:
     if value is not None and (isinstance(value, bool) or value not in choices):
         raise InvalidRequest(field, value, " or ".join(map(str, choices)))
@@ -180,8 +190,7 @@ class CacheOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def said(self) -> tuple[str, ...]:
         """Names of the fields that ask for something, but for the one that asks for nothing."""
-        fields = (field for field in self.__struct_fields__ if field != "disable_prefix_cache")
-        return tuple(field for field in fields if getattr(self, field) not in (None, False))
+        return _said(self, but="disable_prefix_cache")
 
     @property
     def capacity_bytes(self) -> int | None:
@@ -380,21 +389,14 @@ class MediaOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             check_int("vision_cache_mb", self.vision_cache_mb, 0)
         if self.text_only and self.said:
             raise Unsupported(f"text_only and {self.said[0]} exclude each other")
-        fetching = [field for field in FETCHING if getattr(self, field)]
+        fetching = [field for field in self.said if field in FETCHING]
         if self.disable_media_fetch and fetching:
             raise Unsupported(f"disable_media_fetch and {fetching[0]} exclude each other")
 
     @property
     def said(self) -> tuple[str, ...]:
         """Names of the fields that ask for something of a model that takes media."""
-        values = {field: getattr(self, field) for field in self.__struct_fields__}
-        del values["text_only"]
-        # Zero is said too, and refused where it means nothing.
-        return tuple(
-            field
-            for field, value in values.items()
-            if value is not None and value is not False and value != ()
-        )
+        return _said(self, but="text_only")
 
 
 class RequestDefaults(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -55,8 +55,9 @@ def load_vlm(
         ModelLoadError: The checkpoint cannot be used.
         Unsupported: Nobody has checked its family, or an option, with media.
     """
+    plain = ModelOptions()
     for name in ("adapter_path", "max_kv_size", "kv_bits"):
-        if getattr(options, name):
+        if getattr(options, name) != getattr(plain, name):
             raise Unsupported(f"{name} has not been checked with media")
     reference = resolve(options.model)
     try:
