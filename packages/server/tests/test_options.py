@@ -169,6 +169,97 @@ def test_the_flags_of_the_reference_are_all_there() -> None:
     assert flags - set(REFERENCE_FLAGS) == OWN_FLAGS
 
 
+ALIASED = [
+    (["--enable-mtp"], ["--speculative-method", "mtp"]),
+    (
+        ["--enable-mtp", "--mtp-num-draft-tokens", "3"],
+        ["--speculative-method", "mtp", "--num-speculative-tokens", "3"],
+    ),
+    (["--enable-mtp", "--mtp-optimistic"], ["--speculative-method", "mtp", "--speculative-lossy"]),
+    (
+        ["--enable-mtp", "--mtp-head", "h", "--speculative-method", "mtp"],
+        ["--speculative-method", "mtp", "--mtp-head", "h"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "ours"), ALIASED)
+def test_the_references_names_of_speculation_mean_ours(words: list[str], ours: list[str]) -> None:
+    assert serve_of(*words) == serve_of(*ours)
+    given = vars(make_parser().parse_args(["run", "hi", *words]))
+    assert (
+        run_config(from_flags(given, RUN_OPTIONS), "hi").speculative == serve_of(*ours).speculative
+    )
+
+
+def test_a_file_may_use_the_references_names(tmp_path: Path) -> None:
+    path = tmp_path / "treadle.toml"
+    path.write_text("enable-mtp = true\nmtp_num_draft_tokens = 2\nmtp-optimistic = false")
+    values = from_file(path, SERVE_OPTIONS)
+    speculative = serve_config(values).speculative
+    assert (speculative.speculative_method, speculative.num_speculative_tokens) == ("mtp", 2)
+    assert not speculative.speculative_lossy
+    flags = vars(make_parser().parse_args(["serve", "--num-speculative-tokens", "4"]))
+    both = serve_config(values | from_flags(flags, SERVE_OPTIONS)).speculative
+    assert both.num_speculative_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("enable-mtp = 'yes'", "enable-mtp: got 'yes', expected true or false"),
+        ("mtp_num_draft_tokens = '2'", "mtp_num_draft_tokens: got '2', expected `int"),
+        ("enable-mtp = true\nenable_mtp = true", "enable_mtp"),
+        ("enable-mtp = true\nspeculative-method = 'ngram'", "say different things"),
+        ("specprefill = true", "specprefill: no prompt is computed in part"),
+    ],
+)
+def test_a_file_with_a_wrong_name_of_the_reference_is_refused(
+    tmp_path: Path, content: str, says: str
+) -> None:
+    path = tmp_path / "treadle.toml"
+    path.write_text(content)
+    with pytest.raises(TreadleError, match=says):
+        from_file(path, SERVE_OPTIONS)
+
+
+@pytest.mark.parametrize("command", [["serve"], ["run", "hi"]])
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["--enable-mtp", "--speculative-method", "ngram"],
+            "enable_mtp and speculative_method ngram say different things",
+        ),
+        (
+            ["--speculative-method", "ngram", "--mtp-num-draft-tokens", "3"],
+            "mtp_num_draft_tokens means nothing unless speculative_method is mtp",
+        ),
+        (["--mtp-num-draft-tokens", "3"], "num_speculative_tokens means nothing unless"),
+        (["--mtp-optimistic"], "mtp_optimistic means nothing unless speculative_method is mtp"),
+        (["--enable-mtp", "--mtp-num-draft-tokens", "0"], "num_speculative_tokens: got 0"),
+        (["--enable-mtp", "--mtp-num-draft-tokens", "x"], "--mtp-num-draft-tokens: got 'x'"),
+        (["--mllm-draft-model", "m"], "mllm_draft_model: no assistant of mlx-vlm is run"),
+        (["--mllm-draft-kind", "mtp"], "speculative_method"),
+        (["--mllm-draft-block-size", "4"], "num_speculative_tokens is how many"),
+        (["--default-mllm-draft"], "speculative_method holds for all requests"),
+        (["--specprefill"], "specprefill: no prompt is computed in part"),
+        (["--specprefill-threshold", "9"], "chunked_prefill_tokens"),
+        (["--specprefill-keep-pct", "0.3"], "no prompt is computed in part"),
+        (["--specprefill-backbone-pct", "0"], "no prompt is computed in part"),
+        (["--specprefill-draft-model", "m"], "no prompt is computed in part"),
+    ],
+)
+def test_what_the_reference_means_otherwise_is_one_sentence_and_status_2(
+    capsys: pytest.CaptureFixture[str], command: list[str], words: list[str], says: str
+) -> None:
+    assert main([*command, *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert (err[:9], err.count("\n")) == ("treadle: ", 1)
+    assert says in err
+
+
 @pytest.mark.parametrize("option", SERVE_OPTIONS, ids=lambda option: option.field)
 def test_every_flag_of_serve_changes_its_setting_alone(option: Option) -> None:
     needed = NEEDED.get(option.field, [])
@@ -358,6 +449,8 @@ def test_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixture[st
             main([name, "--help"])
         text = " ".join(capsys.readouterr().out.split())
         assert all(option.flag in text for option in options)
+        assert "--enable-mtp as --speculative-method mtp" in text
+        assert "specprefill" not in text
         assert "(2048)" in text
 
 

@@ -6,7 +6,7 @@ field's; here are its name, its help, and who takes it.
 
 import argparse
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,6 +33,11 @@ C = TypeVar("C", bound=Struct)
 Values = dict[str, Any]
 
 
+def flag_of(name: str) -> str:
+    """The spelling of a name on the command line; a file has it with or without dashes."""
+    return "--" + name.replace("_", "-")
+
+
 class Option(NamedTuple):
     """One option.
 
@@ -52,8 +57,44 @@ class Option(NamedTuple):
 
     @property
     def flag(self) -> str:
-        """Its spelling on the command line, and with or without dashes in a file."""
-        return "--" + self.field.replace("_", "-")
+        """Its spelling on the command line."""
+        return flag_of(self.field)
+
+
+class Alias(NamedTuple):
+    """Another name that users know an option by, where it means the same.
+
+    Attributes:
+        name: The other name, spelled as a field.
+        option: The field of the option.
+        value: What the option is told where the name is a switch; None takes the name's own value.
+        metavar: How its value is called; None for a switch.
+    """
+
+    name: str
+    option: str
+    value: Any = None
+    metavar: str | None = None
+
+    @property
+    def help(self) -> str:
+        """What it does."""
+        said = "" if self.value in (None, True) else f" {self.value}"
+        return f"as {flag_of(self.option)}{said}"
+
+
+class Foreign(NamedTuple):
+    """A name that users know from elsewhere, for something that is not done here.
+
+    Attributes:
+        name: The name, spelled as a field.
+        instead: What to say in its place.
+        metavar: How its value is called; None for a switch.
+    """
+
+    name: str
+    instead: str
+    metavar: str | None = None
 
 
 MODEL = (
@@ -205,6 +246,40 @@ SPECULATIVE = (
     ),
 )
 
+ALIASES = (
+    Alias("enable_mtp", "speculative_method", "mtp"),
+    Alias("mtp_num_draft_tokens", "num_speculative_tokens", metavar="N"),
+    Alias("mtp_optimistic", "speculative_lossy", True),
+)
+
+ASSISTANT = (
+    "no assistant of mlx-vlm is run: speculative_method draft-model with draft_model takes a small "
+    "model of the same tokenizer, speculative_method mtp a head"
+)
+SPARSE = (
+    "no prompt is computed in part: its state is reused where it is known, see cache_memory_mb and "
+    "ssd_cache_dir, and chunked_prefill_tokens keeps it from delaying others"
+)
+FOREIGN = (
+    Foreign("mllm_draft_model", ASSISTANT, "MODEL"),
+    Foreign("mllm_draft_kind", ASSISTANT, "KIND"),
+    Foreign(
+        "mllm_draft_block_size",
+        "drafts have no blocks here: num_speculative_tokens is how many tokens are guessed",
+        "N",
+    ),
+    Foreign(
+        "default_mllm_draft",
+        "speculative_method holds for all requests, and drafting stops where it does not pay",
+    ),
+    Foreign("specprefill", SPARSE),
+    Foreign("specprefill_threshold", SPARSE, "N"),
+    Foreign("specprefill_keep_pct", SPARSE, "SHARE"),
+    Foreign("specprefill_backbone_pct", SPARSE, "SHARE"),
+    Foreign("specprefill_draft_model", SPARSE, "MODEL"),
+)
+"""Options of speculation that vllm-mlx has, by what they are here."""
+
 TEXT_ONLY = Option(
     MediaOptions, "text_only", "take no images, videos or audio, though the model would"
 )
@@ -342,6 +417,8 @@ DEPENDENT = (
     ("ageing_seconds", "policy", ("priority",)),
     ("kv_group_size", "kv_bits", (4, 8)),
     ("num_speculative_tokens", "speculative_method", ("ngram", "draft-model", "mtp")),
+    ("mtp_num_draft_tokens", "speculative_method", ("mtp",)),
+    ("mtp_optimistic", "speculative_method", ("mtp",)),
 )
 
 
@@ -360,6 +437,22 @@ def add_options(parser: argparse.ArgumentParser, options: Sequence[Option]) -> N
             default=argparse.SUPPRESS,
             help=option.help + shown_default(option),
         )
+    for other in (*known_aliases(options), *FOREIGN):
+        help = other.help if isinstance(other, Alias) else argparse.SUPPRESS
+        if other.metavar is None:
+            parser.add_argument(
+                flag_of(other.name), action="store_true", default=argparse.SUPPRESS, help=help
+            )
+        else:
+            parser.add_argument(
+                flag_of(other.name), metavar=other.metavar, default=argparse.SUPPRESS, help=help
+            )
+
+
+def known_aliases(options: Sequence[Option]) -> list[Alias]:
+    """Other names of these options."""
+    fields = {option.field for option in options}
+    return [alias for alias in ALIASES if alias.option in fields]
 
 
 def shown_default(option: Option) -> str:
@@ -378,12 +471,63 @@ def from_flags(given: Mapping[str, Any], options: Sequence[Option]) -> Values:
 
     Raises:
         InvalidRequest: One cannot be read as its type.
+        Unsupported: One is of something else, or an option and its other name say different things.
     """
-    return {
+    refuse_foreign(given)
+    values = {
         option.field: from_text(option, given[option.field])
         for option in options
         if option.field in given
     }
+    told = {
+        alias: alias_value(alias, given[alias.name], flag_of(alias.name), strict=False)
+        for alias in known_aliases(options)
+        if alias.name in given
+    }
+    return with_aliases(values, told)
+
+
+def refuse_foreign(given: Iterable[str]) -> None:
+    """Say what there is in place of options that are not here.
+
+    Raises:
+        Unsupported: There is such an option.
+    """
+    for foreign in FOREIGN:
+        if foreign.name in given:
+            raise Unsupported(f"{foreign.name}: {foreign.instead}")
+
+
+def alias_value(alias: Alias, given: Any, name: str, *, strict: bool) -> Any:
+    """What an option is told under another name; None if that is a switch and off.
+
+    Raises:
+        InvalidRequest: It is of another type than the option, or than a switch.
+    """
+    if alias.value is None:
+        option = next(option for option in SPECULATIVE if option.field == alias.option)
+        return typed(option, given, name, strict=strict)
+    if not isinstance(given, bool):
+        raise InvalidRequest(name, given, "true or false")
+    return alias.value if given else None
+
+
+def with_aliases(values: Values, told: Mapping[Alias, Any]) -> Values:
+    """``values`` with what was told under other names, which stay in it.
+
+    Raises:
+        Unsupported: An option and its other name say different things.
+    """
+    found = dict(values)
+    for alias, value in told.items():
+        if value is None:
+            continue
+        if values.get(alias.option, value) != value:
+            raise Unsupported(
+                f"{alias.name} and {alias.option} {values[alias.option]} say different things"
+            )
+        found |= {alias.option: value, alias.name: value}
+    return found
 
 
 def from_text(option: Option, text: Any) -> Any:
@@ -417,24 +561,31 @@ def from_file(path: Path, options: Sequence[Option]) -> Values:
 
     Raises:
         InvalidRequest: A key or its value is not an option's.
-        Unsupported: The file cannot be read.
+        Unsupported: The file cannot be read, a key is of something else, or an option and its
+            other name say different things.
     """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise Unsupported(f"--config: {path}: {error}") from None
     known = {option.field: option for option in options}
+    aliases = {alias.name: alias for alias in known_aliases(options)}
     values: Values = {}
+    told: dict[Alias, Any] = {}
     for key, value in content.items():
-        field = key.replace("-", "_")
+        field, name = key.replace("-", "_"), f"--config: {path}: {key}"
+        refuse_foreign([field])
+        if field in aliases and aliases[field] not in told:
+            told[aliases[field]] = alias_value(aliases[field], value, name, strict=True)
+            continue
         if field not in known or field in values:
             raise InvalidRequest(
                 f"--config: {path}", key, "each option at most once, and no other keys"
             )
         if known[field].many and not isinstance(value, list):
             value = [value]
-        values[field] = typed(known[field], value, f"--config: {path}: {key}", strict=True)
-    return values
+        values[field] = typed(known[field], value, name, strict=True)
+    return with_aliases(values, told)
 
 
 def serve_config(values: Values) -> ServeConfig:
