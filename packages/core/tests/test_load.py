@@ -22,6 +22,7 @@ from treadle_core.mlx_runtime.load import (
     load,
     looks_like_path,
     model_name,
+    read_config,
     read_json,
     resolve,
 )
@@ -281,6 +282,20 @@ def test_a_json_file_of_a_checkpoint_is_read_without_its_weights(tmp_path: Path)
             read_json(str(tmp_path), name)
 
 
+def test_a_config_is_read_or_what_keeps_it_from_that_is_said(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ModelLoadError, match=r"it has no config\.json"):
+        read_config(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+
+    assert read_config(str(tmp_path)) == {"model_type": "llama"}
+    assert read_config(str(tmp_path / "model.gguf")) == {}
+    with pytest.raises(ModelLoadError, match="there is no such file or directory"):
+        read_config("/no/such/place")
+    with pytest.raises(ModelLoadError, match=r"there is no such file$"):
+        read_config(str(tmp_path / "other.gguf"))
+
+
 OFFLINE = """
 import os, socket, sys
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -288,12 +303,14 @@ def refuse(*args, **kwargs):
     raise SystemExit("a connection was attempted")
 socket.socket.connect = socket.getaddrinfo = refuse
 from treadle_core.errors import ModelLoadError
-from treadle_core.mlx_runtime.load import ModelOptions, load
+from treadle_core.mlx_runtime.load import ModelOptions, load, read_config
 load(ModelOptions(model=sys.argv[1]))
-try:
-    load(ModelOptions(model="treadle-tests/not-in-the-cache"))
-except ModelLoadError as error:
-    print(error)
+absent = "treadle-tests/not-in-the-cache"
+for read in (lambda: load(ModelOptions(model=absent)), lambda: read_config(absent)):
+    try:
+        read()
+    except ModelLoadError as error:
+        print(error)
 """
 
 
@@ -306,5 +323,6 @@ def test_offline_a_directory_loads_and_a_repository_is_refused_without_a_connect
     )
 
     assert done.returncode == 0, done.stderr
-    (line,) = done.stdout.splitlines()
-    assert line.startswith("cannot load treadle-tests/not-in-the-cache: it is not on this machine")
+    lines = done.stdout.splitlines()
+    said = "cannot load treadle-tests/not-in-the-cache: it is not on this machine"
+    assert [line.startswith(said) for line in lines] == [True, True]

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -314,13 +315,16 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def test_a_model_that_is_not_there_is_one_sentence_and_no_open_port() -> None:
+@pytest.mark.parametrize("media", [[], ["--mllm"]])
+def test_a_model_that_is_not_there_is_one_sentence_and_no_open_port(media: list[str]) -> None:
+    if media and find_spec("treadle_multimodal") is None:
+        pytest.skip("treadle-multimodal is not installed")
     port = free_port()
     start = time.monotonic()
-    ended = treadle("serve", "nobody/nothing", "--port", str(port), "--offline")
+    ended = treadle("serve", "nobody/nothing", "--port", str(port), "--offline", *media)
     assert ended.returncode == 1
     assert ended.stdout == ""
-    assert ended.stderr.startswith("treadle: cannot load nobody/nothing: ")
+    assert ended.stderr.startswith("treadle: cannot load nobody/nothing: it is not on this machine")
     assert ended.stderr.count("\n") == 1
     assert time.monotonic() - start < 30
     with pytest.raises(ConnectionRefusedError):

@@ -192,11 +192,15 @@ def check_media(options: MediaOptions) -> None:
 
 
 def why_text_only(model: str | None, options: MediaOptions) -> str:
-    """Why a checkpoint is used for text alone, in words; empty if it is not."""
-    from treadle_core.mlx_runtime.load import read_json, resolve
+    """Why a checkpoint is used for text alone, in words; empty if it is not.
+
+    Raises:
+        ModelLoadError: It cannot be read, so that nothing is known of it.
+    """
+    from treadle_core.mlx_runtime.load import read_config, read_json, resolve
 
     reference = resolve(model)
-    config = read_json(reference, "config.json")
+    config = read_config(reference)
     if not any(part in config for part in MEDIA_PARTS):
         return "the model takes text only"
     if options.text_only:

@@ -48,6 +48,10 @@ KV_GROUP_SIZES = (32, 64)
 WIDEST_ELSEWHERE = 32
 
 
+UNAVAILABLE = (EntryNotFoundError, HfHubHTTPError, HFValidationError)
+"""What is raised for a file that a repository does not give."""
+
+
 class ModelOptions(Struct, frozen=True, kw_only=True):
     """What to load, and how.
 
@@ -315,17 +319,47 @@ def read_checkpoint(reference: str, options: ModelOptions) -> tuple[nn.Module, A
         Unsupported: An option cannot be honoured for it.
     """
     path = Path(reference)
+    if path.suffix == ".gguf" and options.adapter_path is not None:
+        raise Unsupported("adapter_path cannot be honoured for a GGUF file")
+    _check_place(reference)
+    if path.suffix == ".gguf":
+        return load_gguf(path)
+    return _read_directory(reference, options)
+
+
+def read_config(reference: str) -> dict[str, Any]:
+    """The config of a checkpoint, whose weights need not be there; empty for a GGUF file.
+
+    Raises:
+        ModelLoadError: There is no such checkpoint, or none that can be read.
+    """
+    _check_place(reference)
+    if Path(reference).suffix == ".gguf":
+        return {}
+    try:
+        path = _get_file(reference, "config.json")
+    except UNAVAILABLE as error:
+        raise _unavailable(reference, error) from error
+    if path is None:
+        raise ModelLoadError(reference, "it has no config.json")
+    return _parse(reference, path)
+
+
+def _check_place(reference: str) -> None:
+    """Refuse what is neither here nor a repository's name."""
+    path = Path(reference)
     if not reference:
         raise ModelLoadError("''", "its name is empty")
-    if path.suffix == ".gguf":
-        if options.adapter_path is not None:
-            raise Unsupported("adapter_path cannot be honoured for a GGUF file")
-        if not path.is_file():
-            raise ModelLoadError(reference, "there is no such file")
-        return load_gguf(path)
+    if path.suffix == ".gguf" and not path.is_file():
+        raise ModelLoadError(reference, "there is no such file")
     if not path.exists() and looks_like_path(reference):
         raise ModelLoadError(reference, "there is no such file or directory")
-    return _read_directory(reference, options)
+
+
+def _unavailable(reference: str, error: Exception) -> ModelLoadError:
+    """A repository that is neither here nor to be had."""
+    reason = f"it is not on this machine and the Hub did not give it ({error})"
+    return ModelLoadError(reference, reason)
 
 
 def _read_directory(reference: str, options: ModelOptions) -> tuple[nn.Module, Any, dict[str, Any]]:
@@ -342,9 +376,7 @@ def _read_directory(reference: str, options: ModelOptions) -> tuple[nn.Module, A
         config = {**config, "eos_token_id": sorted(ends)}
         mx.eval(model.parameters())
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError) as error:
-        raise ModelLoadError(
-            reference, f"it is not on this machine and the Hub did not give it ({error})"
-        ) from error
+        raise _unavailable(reference, error) from error
     except TreadleError:
         raise
     except Exception as error:
@@ -363,31 +395,36 @@ def read_json(reference: str, name: str) -> dict[str, Any]:
     Raises:
         ModelLoadError: The file holds something else.
     """
-    path = _find_file(reference, name)
-    if path is None:
+    try:
+        path = _get_file(reference, name)
+    except UNAVAILABLE:
+        # Whether anything else of it is there shows when it is loaded.
         return {}
+    return {} if path is None else _parse(reference, path)
+
+
+def _parse(reference: str, path: Path) -> dict[str, Any]:
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ModelLoadError(reference, f"{name}: {describe(error)}") from error
+        raise ModelLoadError(reference, f"{path.name}: {describe(error)}") from error
     if not isinstance(content, dict):
-        raise ModelLoadError(reference, f"{name} is no JSON object")
+        raise ModelLoadError(reference, f"{path.name} is no JSON object")
     return content
 
 
-def _find_file(reference: str, name: str) -> Path | None:
-    """Where a file of a checkpoint is on this machine, fetched from the Hub if need be."""
+def _get_file(reference: str, name: str) -> Path | None:
+    """Where a file of a checkpoint is on this machine, fetched from the Hub if need be.
+
+    None if a directory has none; a repository that does not give it raises.
+    """
     folder = Path(reference)
     if folder.exists() or looks_like_path(reference):
         return folder / name if (folder / name).is_file() else None
     known = try_to_load_from_cache(reference, name)
     if isinstance(known, str):
         return Path(known)
-    try:
-        return Path(hf_hub_download(reference, name))
-    except (EntryNotFoundError, HfHubHTTPError, HFValidationError):
-        # Whether anything else of it is there shows when it is loaded.
-        return None
+    return Path(hf_hub_download(reference, name))
 
 
 def checkpoint_folder(reference: str) -> Path | None:
