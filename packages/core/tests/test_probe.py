@@ -6,11 +6,22 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx.utils import tree_map
+from mlx_lm.models import recurrent_gemma as recurrent
 
 from treadle_core.layers import ModelSpec
 from treadle_core.mlx_runtime.adapter import TextModel, inspect
 from treadle_core.mlx_runtime.load import make_runner
-from treadle_core.mlx_runtime.probe import TOLERANCE, check_batching, relative_difference
+from treadle_core.mlx_runtime.probe import (
+    QUANTISED_TOLERANCE,
+    TOLERANCES,
+    check_batching,
+    check_drafts,
+    relative_difference,
+    run_alone,
+    run_wide,
+    tolerance_of,
+)
 from treadle_core.testing import zoo
 
 ALONE = {
@@ -142,4 +153,89 @@ def test_the_difference_is_relative_to_the_largest_logit() -> None:
 
     assert relative_difference(one, other) == pytest.approx(1 / 19)
     assert relative_difference(one, one) == 0
-    assert relative_difference(one, other) > TOLERANCE
+    assert relative_difference(one, other) > QUANTISED_TOLERANCE
+
+
+def quantise(model: nn.Module, dtype: mx.Dtype) -> nn.Module:
+    model.set_dtype(dtype)
+    nn.quantize(
+        model,
+        group_size=32,
+        bits=4,
+        class_predicate=lambda _, part: (
+            hasattr(part, "to_quantized") and part.weight.shape[-1] % 32 == 0
+        ),
+    )
+    return model
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [(mx.float32, 1e-3), (mx.float16, 0.02), (mx.bfloat16, 0.05)]
+)
+def test_full_precision_is_held_to_more_than_half(dtype: mx.Dtype, expected: float) -> None:
+    plain = zoo.build("llama")
+    plain.set_dtype(dtype)
+
+    assert tolerance_of(TextModel(plain)) == expected
+    assert tolerance_of(TextModel(quantise(zoo.build("llama"), dtype))) == expected
+
+
+def test_what_would_pass_for_rounding_in_half_precision_does_not_in_full() -> None:
+    def off_by_a_little(logits: mx.array) -> mx.array:
+        return logits * (1 + 2e-3)
+
+    half = Wrapped(after=off_by_a_little)
+    half.inner.set_dtype(mx.bfloat16)
+
+    assert not verdict(Wrapped(after=off_by_a_little)).batched
+    assert verdict(half).batched
+
+
+def recurrent_gemma() -> nn.Module:
+    """One of which a token's weight in the state is 1 where there is no state yet, else far less."""
+    args = recurrent.ModelArgs(
+        model_type="recurrent_gemma",
+        attention_bias=False,
+        conv1d_width=4,
+        hidden_size=64,
+        intermediate_size=128,
+        logits_soft_cap=30.0,
+        num_attention_heads=4,
+        num_hidden_layers=3,
+        num_key_value_heads=1,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
+        attention_window_size=16,
+        vocab_size=320,
+        block_types=["recurrent", "recurrent", "attention"],
+    )
+    model: Any = recurrent.Model(args)
+
+    def redrawn(parameter: mx.array) -> mx.array:
+        return 0.2 * mx.random.normal(parameter.shape, key=mx.random.key(3))
+
+    model.update(tree_map(redrawn, model.parameters()))
+    for layer in model.layers[:2]:
+        # Of a state, about half stays from token to token.
+        layer.temporal_block.rg_lru.recurrent_param = mx.full((64,), -1.5)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_a_model_to_which_zeros_are_no_fresh_state_runs_its_rows_alone(dtype: mx.Dtype) -> None:
+    model = recurrent_gemma()
+    model.set_dtype(dtype)
+
+    runner = make_runner(model, {"model_type": "recurrent_gemma"})
+
+    assert not runner.spec.batched
+    assert runner.spec.note.startswith("state of zeros is no fresh state: ")
+
+
+def test_drafts_of_a_model_with_experts_in_few_bits_are_held_against_forwards_as_wide() -> None:
+    model = TextModel(quantise(zoo.build("granite_hybrid"), mx.bfloat16))
+    spec = inspect(model, zoo.config("granite_hybrid"))
+    written, _ = run_wide(model, spec)
+
+    assert relative_difference(written, run_alone(model)) > TOLERANCES[mx.bfloat16]
+    assert check_drafts(model, spec) == ""

@@ -643,10 +643,7 @@ class StateStore:
 
     def open(self, row: int) -> None:
         """Start from zeros."""
-        self._prefilling[row] = [
-            mx.zeros((1, *shape), DTYPES[dtype])
-            for shape, dtype in zip(self._spec.shapes, self._spec.dtypes, strict=True)
-        ]
+        self._prefilling[row] = blank_state(self._spec)
 
     def read(self, row: int, length: int) -> Payload:
         """Copies of the row's state."""
@@ -830,6 +827,12 @@ def make_store(spec: LayerSpec, slack: int) -> Store:
             return StateStore(spec)
         case Composite() | Opaque():
             raise TypeError(f"{type(spec).__name__} has no store of its own")
+
+
+def blank_state(spec: Recurrent) -> Payload:
+    """What a row's recurrent state is before its first token."""
+    pairs = zip(spec.shapes, spec.dtypes, strict=True)
+    return [mx.zeros((1, *shape), DTYPES[dtype]) for shape, dtype in pairs]
 
 
 def regrown(old: mx.array, kind: TokenArray, rows: int, columns: int, kept_rows: int) -> mx.array:
