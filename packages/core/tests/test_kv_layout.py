@@ -151,8 +151,23 @@ def test_what_fits_alone_includes_the_spare_copy_of_the_largest_layer() -> None:
     assert not layout.fits_alone(65)
 
 
-def test_without_a_budget_everything_fits() -> None:
-    assert make_layout().fits_alone(10**9)
+def test_without_a_budget_everything_fits_that_is_no_longer_than_the_context() -> None:
+    assert make_layout().fits_alone(32_768)
+    assert not make_layout().fits_alone(32_769)
+
+
+@pytest.mark.parametrize("budget", [None, 10**6])
+def test_a_row_that_would_outgrow_the_context_stays_where_it_is(budget: int | None) -> None:
+    layout, written = make_layout(context=100, budget=budget), Lengths()
+    decoding(layout, written, A, B, length=99)
+
+    assert layout.extend(A, 100, written) == []
+    assert layout.extend(A, 101, written) is None
+    assert layout.admit(C, 101, 0) is None
+
+    assert [layout.place(key) for key in (A, B)] == [(0, 0), (0, 1)]
+    assert not layout.fits_alone(101)
+    layout.check_integrity()
 
 
 # Promotion and release

@@ -7,7 +7,6 @@ next. What is allocated is counted in bytes and never exceeds the budget, the se
 layer that a resize needs for a moment included.
 """
 
-import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -49,7 +48,8 @@ class KvLayout:
     """Assigns rows, grows and shrinks buffers, and keeps the byte budget.
 
     Every method that changes something returns the instructions that make it so, or None when
-    there is no room, in which case nothing changed.
+    there is no room, in which case nothing changed. Nowhere is room for a row that is longer than
+    the context.
 
     Args:
         layers: What each layer keeps.
@@ -120,6 +120,8 @@ class KvLayout:
 
     def admit(self, key: Key, length: int, headroom: int) -> list[Instruction] | None:
         """A row for ``length`` tokens now, in a group where ``headroom`` more fit as well."""
+        if length > self._limits[-1]:
+            return None
         number = self._class_for(length, headroom)
         group = self._groups.get(number, Group())
         self._reserved[key] = length
@@ -145,6 +147,8 @@ class KvLayout:
 
     def extend(self, key: Key, length: int, written: Written) -> list[Instruction] | None:
         """Room for ``length`` tokens in the row of ``key``, in another group if need be."""
+        if length > self._limits[-1]:
+            return None
         number = self._group_of[key]
         group = self._groups[number]
         if self._shared and length > self._limits[number]:
@@ -206,14 +210,14 @@ class KvLayout:
 
     def _find_longest_alone(self, context_length: int) -> int:
         if self._budget is None:
-            return sys.maxsize
+            return context_length
 
         def size(num_blocks: int) -> int:
             sizes = self._layer_sizes(1, num_blocks * GRANULARITY)
             return sum(sizes) + (max(sizes, default=0) if self._shared else 0)
 
         blocks = range(1, round_up(context_length) // GRANULARITY + 1)
-        return bisect_right(blocks, self._budget, key=size) * GRANULARITY
+        return min(context_length, bisect_right(blocks, self._budget, key=size) * GRANULARITY)
 
     def _class_for(self, length: int, headroom: int) -> int:
         for number, limit in enumerate(self._limits):
