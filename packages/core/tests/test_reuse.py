@@ -19,7 +19,7 @@ from treadle_core.mlx_runtime.adapter import TextModel, inspect
 from treadle_core.mlx_runtime.load import make_runner
 from treadle_core.mlx_runtime.probe import check_storing
 from treadle_core.mlx_runtime.runner import ModelRunner
-from treadle_core.plan import Prefill, Restore
+from treadle_core.plan import Plan, Prefill, Restore
 from treadle_core.ports import RowReader
 from treadle_core.prefix import MediaSpan, Prefix, PrefixKey
 from treadle_core.request import Request, SamplingParams
@@ -32,6 +32,7 @@ from treadle_core.testing import (
     hashed,
     zoo,
 )
+from treadle_core.testing.scripted import ScriptedStep
 
 LONG = tuple(range(3, 203))
 
@@ -100,6 +101,39 @@ def test_who_ends_does_not_wait_for_the_chunk_of_another() -> None:
     assert len(rig.chunks("long")) == when_last
     assert LONG[:5] == rig.store.inserted[-1][:5] or LONG[:5] in [t[:5] for t in rig.store.inserted]
     rig.run()
+
+
+class CannotArrange(ScriptedRunner):
+    """Fails the first time that rows are to change without the model running."""
+
+    failed = False
+
+    def submit(self, plan: Plan) -> ScriptedStep:
+        if plan.work and not plan.has_work and not self.failed:
+            self.failed = True
+            raise RuntimeError("no memory")
+        return super().submit(plan)
+
+
+def test_what_a_step_would_have_restored_is_let_go_if_its_first_part_fails() -> None:
+    runner, store = CannotArrange(hashed()), RecordingStore()
+    engine = Engine(runner, config=EngineConfig(chunked_prefill_tokens=32), store=store)
+    engine.add(request("known", LONG[:64], max_tokens=40))
+    engine.add(request("leaves", range(4), max_tokens=40))
+    while not store.inserted or engine.scheduler.num_waiting:
+        engine.step()
+    for _ in range(3):
+        engine.step()
+
+    engine.abort("leaves")
+    engine.add(request("short", range(9, 14)))
+    engine.add(request("again", LONG[:64] + LONG[100:120]))
+    while engine.has_work:
+        engine.step()
+
+    assert runner.failed
+    assert max(store.found) == 63
+    assert not store.open_tickets
 
 
 def test_a_long_answer_is_stored_piece_by_piece() -> None:
@@ -206,6 +240,7 @@ def test_a_store_that_raises_hurts_nobody(method: str) -> None:
             each.run()
     assert all(isinstance(event, Finished) for event in rig.ended.values())
     assert len(rig.ended) == 2
+    assert method == "release" or not rig.store.open_tickets
 
 
 class Asked(RecordingStore):

@@ -363,6 +363,7 @@ class Engine:
             # Whoever ended must not wait for somebody else's chunk.
             before, plan = plan.split()
             if not self._submit(before):
+                self._drop(plan)
                 return self.flush()
             if self._events:
                 self._planned = plan

@@ -126,7 +126,7 @@ class Reuse:
                 self._begin(sequence)
         except Exception:
             logger.exception("a prefix store failed while something was read")
-            sequence.ticket = None
+            self.forget(sequence)
             return Prefix(miss="damaged")
         if prefix is None:
             return None
