@@ -378,12 +378,6 @@ class Shelf:
             self._counters.add("evicted")
         return victim
 
-    def shrink(self) -> bool:
-        """Evict until the limits hold; whether they do."""
-        assert self._limits is not None, "a shelf without limits was asked to keep them"
-        with self.catalog.changing() as change:
-            return self._shrink(change, self._limits)
-
     # Writing
 
     def write(self, entries: Sequence[Entry], epoch: int) -> list[Outcome]:
