@@ -1,7 +1,7 @@
-"""All that may happen to a row in one engine at once, and every answer is that of the request alone.
+"""A model that raises in the middle of a forward, beside all else that may happen to its rows.
 
 Chunks share forwards with decodes, drafts are verified, bytes run out, prompts are restored, requests
-are aborted, their own code raises, and the model raises in the middle of a forward.
+are aborted, their own code raises: every answer is still that of its request alone.
 """
 
 import gc
@@ -132,7 +132,7 @@ def fused_model(family: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_whatever_happens_at_once_every_answer_is_that_of_its_request_alone(
     family: str, seed: int
 ) -> None:
