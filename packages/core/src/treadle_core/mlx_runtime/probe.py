@@ -40,8 +40,9 @@ NEXT = 13
 CAPACITY = 64
 STORED_TOKENS = 24
 # Most that logits may differ, as a part of their scale: other shapes round differently. Over the tiny
-# families that was 1.3e-6, 3e-3 and 3e-2 at most; a wrong cache is wrong by far more.
-TOLERANCES = {mx.float32: 1e-3, mx.float16: 0.02, mx.bfloat16: 0.05}
+# families, of a few layers, that was 1.3e-6, 3e-3 and 3e-2 at most; a wrong cache is wrong by far
+# more, and a model of many layers that is taken for wrong runs one row at a time.
+TOLERANCES = {mx.float32: 1e-3, mx.float16: 0.05, mx.bfloat16: 0.05}
 # A number of quantised KV may be rounded to its neighbour.
 QUANTISED_TOLERANCE = 0.05
 # Of the same shapes. Known families that start from zeros give the same bits in any precision.
