@@ -18,6 +18,7 @@ from treadle_multimodal import (
     BrokenMedia,
     MediaError,
     MediaLimits,
+    MediaTimeout,
     MediaTooLarge,
     UnsupportedMedia,
     convert_image,
@@ -198,6 +199,55 @@ def test_a_bomb_is_refused_by_its_header(width: int, height: int, limit: str) ->
         assert tracemalloc.get_traced_memory()[1] < 5_000_000
     finally:
         tracemalloc.stop()
+
+
+def many_scans(num_scans: int) -> bytes:
+    """A small grey JPEG that describes the same coefficients again and again."""
+
+    def segment(marker: int, body: bytes) -> bytes:
+        return struct.pack(">BBH", 0xFF, marker, len(body) + 2) + body
+
+    one_code = bytes([1, *[0] * 15])
+    return b"".join(
+        (
+            b"\xff\xd8",
+            segment(0xDB, bytes([0, *[1] * 64])),
+            segment(0xC2, struct.pack(">BHHB", 8, 64, 64, 1) + bytes([1, 0x11, 0])),
+            segment(0xC4, b"\x00" + one_code + b"\x00"),
+            segment(0xC4, b"\x10" + one_code + b"\xe0"),
+            segment(0xDA, bytes([1, 1, 0, 0, 0, 0])) + bytes(8),
+            (segment(0xDA, bytes([1, 1, 0, 1, 1, 0])) + b"\x7f\xfe") * num_scans,
+            b"\xff\xd9",
+        )
+    )
+
+
+def test_a_small_image_of_many_scans_is_ended_on_its_way() -> None:
+    num_calls = 0
+
+    def checkpoint() -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 8:
+            raise MediaTimeout("decoding", "more time", "less")
+
+    decode_image(many_scans(3), LIMITS, checkpoint=lambda: None)
+    with pytest.raises(MediaTimeout):
+        decode_image(many_scans(30_000), LIMITS, checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize("tag", [273, 324, 700])
+def test_a_tiff_with_a_long_list_of_numbers_is_refused(order: str, tag: int) -> None:
+    count = 2**18 + 1
+    numbers = bytes(4 * count)
+    head = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(f"{order}I", 8 + len(numbers))
+    tags = [(256, 4, 1, 1), (257, 4, 1, 1), (tag, 4, count, 8)]
+    entries = b"".join(struct.pack(f"{order}HHII", *entry) for entry in tags)
+    data = head + numbers + struct.pack(f"{order}H", len(tags)) + entries + bytes(4)
+
+    with pytest.raises(MediaTooLarge, match="262145 numbers in a list', expected at most 262144"):
+        decode_image(data, LIMITS)
 
 
 @pytest.mark.parametrize("size", [(0, 5), (5, 0), (0, 0)])

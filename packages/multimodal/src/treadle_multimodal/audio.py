@@ -14,6 +14,7 @@ from av.audio.stream import AudioStream
 from av.container import InputContainer
 from numpy.typing import NDArray
 
+from treadle_multimodal.boxes import check_samples
 from treadle_multimodal.containers import check_length, codec_name, open_container
 from treadle_multimodal.errors import BrokenMedia, MediaTooLarge, UnsupportedMedia
 from treadle_multimodal.limits import MediaLimits
@@ -62,6 +63,8 @@ def decode_audio(
         BrokenMedia: It is empty, cut short or damaged, or has no samples.
     """
     file_type = check_type(data, "audio", media_type)
+    if file_type.reader == "mov":
+        check_samples(data, "audio", limits.max_decoded_bytes)
     with open_container(data, file_type, "audio", DECODERS) as container:
         stream = _audio_stream(container)
         pieces = list[NDArray[np.float32]]()

@@ -47,6 +47,13 @@ UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 
+# Of a TIFF directory: bytes of an entry, and the kinds of values that stay bytes.
+TAG_BYTES = 12
+BYTE_KINDS = (1, 2, 6, 7)
+
+MAX_TAG_NUMBERS = 2**18
+"""Tiles of 16 x 16 pixels in the largest image."""
+
 WHITE = (255, 255, 255)
 WIDE_GREY = ("I;16", "I;16L", "I;16B", "I;16N")
 TRANSPARENT = ("RGBA", "RGBa", "LA", "La", "PA")
@@ -75,8 +82,10 @@ def decode_image(
         BrokenMedia: It is empty, cut short or damaged.
     """
     file_type = check_type(data, "image", media_type)
+    if file_type.reader == "TIFF":
+        check_tags(data)
     with map_decode_errors(limits):
-        image = Image.open(BytesIO(data), formats=(file_type.reader,))
+        image = Image.open(Checked(data, checkpoint), formats=(file_type.reader,))
     with image:
         return convert_image(image, limits, checkpoint=checkpoint, claim=claim)
 
@@ -113,6 +122,50 @@ def convert_image(
         upright = rgb if operation is None else rgb.transpose(operation)
     checkpoint()
     return make_image(upright)
+
+
+class Checked(BytesIO):
+    """A file that calls ``checkpoint`` whenever more of it is read.
+
+    A small image may take hours where its samples are described again and again, and Pillow reads
+    it in small pieces.
+
+    Args:
+        data: The file.
+        checkpoint: May raise.
+    """
+
+    def __init__(self, data: bytes, checkpoint: Checkpoint) -> None:
+        super().__init__(data)
+        self._checkpoint = checkpoint
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """As the base class."""
+        self._checkpoint()
+        return super().read(size)
+
+
+def check_tags(data: bytes) -> None:
+    """Refuse a TIFF image whose first directory has a long list of numbers.
+
+    Pillow makes objects of them, and of each strip of pixels, whatever the size of the image.
+
+    Raises:
+        MediaTooLarge: It has.
+    """
+    order = "<" if data.startswith(b"II") else ">"
+    try:
+        (start,) = struct.unpack_from(f"{order}I", data, 4)
+        (num_tags,) = struct.unpack_from(f"{order}H", data, start)
+        tags = [
+            struct.unpack_from(f"{order}HHI", data, start + 2 + TAG_BYTES * index)
+            for index in range(num_tags)
+        ]
+    except struct.error:
+        return  # Pillow says what is wrong with it
+    for _, kind, count in tags:
+        if kind not in BYTE_KINDS and count > MAX_TAG_NUMBERS:
+            raise MediaTooLarge("image", f"{count} numbers in a list", f"at most {MAX_TAG_NUMBERS}")
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from av.video.stream import VideoStream
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from treadle_multimodal.boxes import check_samples
 from treadle_multimodal.containers import check_length, codec_name, open_container
 from treadle_multimodal.errors import BrokenMedia, MediaTooLarge, UnsupportedMedia
 from treadle_multimodal.limits import MediaLimits, check_size
@@ -26,6 +27,9 @@ from treadle_multimodal.sniff import check_type
 # Few decoders stand open to whoever sends a file.
 CODECS = ("av1", "h264", "hevc", "mjpeg", "mpeg4", "vp8", "vp9")
 DECODERS = (*CODECS, "libdav1d")
+
+MAX_PACKETS = 2_000_000
+"""Of one video: an hour has a tenth of that, and each is remembered."""
 
 
 class Timeline(Struct, frozen=True, kw_only=True):
@@ -76,6 +80,8 @@ def decode_video(
     if max_frames is not None and max_frames > limits.max_frames:
         raise MediaTooLarge("max_frames", max_frames, f"at most {limits.max_frames}")
     file_type = check_type(data, "video", media_type)
+    if file_type.reader == "mov":
+        check_samples(data, "video", limits.max_decoded_bytes)
     opened = partial(
         open_container, data, file_type, "video", DECODERS, max_pixels=limits.max_frame_pixels
     )
@@ -165,6 +171,8 @@ def _read_timeline(
         if packet.is_corrupt:
             raise BrokenMedia("video", "a damaged packet", "an undamaged video file")
         ticks.append(tick)
+        if len(ticks) > MAX_PACKETS:
+            raise MediaTooLarge("video", "more packets", f"at most {MAX_PACKETS}")
         end = max(end, tick + max(packet.duration or 0, 1))
         if end - min(ticks[0], tick) > most:
             limit = f"at most {limits.max_video_seconds:g} seconds"
