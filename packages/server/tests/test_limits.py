@@ -1,5 +1,6 @@
 """Limits of the queue, of time and of size, and what a client is told at each."""
 
+import threading
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -9,7 +10,10 @@ import pytest
 
 from treadle_core import Engine, EngineConfig
 from treadle_core.testing.scripted import ScriptedRunner
+from treadle_server.openai.sampling import MAX_TOKEN_IDS
 from treadle_server.settings import HttpConfig, RequestDefaults, ServeConfig
+from treadle_server.tokenizer import MAX_THREADS, TextWorkers
+from treadle_server.validation import MAX_LISTS
 
 CHAT_PATH = "/v1/chat/completions"
 
@@ -103,6 +107,110 @@ async def test_a_body_of_the_limit_is_read(serve: Any) -> None:
     async with serve(config=config) as served:
         content = b'{"prompt":"' + b"x" * (1000 - frame) + b'"}'
         assert (await served.client.post("/v1/completions", content=content)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/completions", {"prompt": "x" * 20_000}, "prompt"),
+        ("/v1/completions", {"prompt": ["a", "x" * 20_000]}, "prompt"),
+        (CHAT_PATH, {"messages": [{"role": "user", "content": "x" * 20_000}]}, "messages"),
+    ],
+)
+async def test_a_text_that_is_much_too_long_is_not_looked_through(
+    serve: Any, tokenizer_type: Any, path: str, body: Any, field: str
+) -> None:
+    lengths: list[int] = []
+
+    class Watched(tokenizer_type):
+        def encode(self, text: str) -> list[int]:
+            lengths.append(len(text))
+            return super().encode(text)
+
+        encode_rendered = encode
+
+    config = ServeConfig(engine=EngineConfig(context_length=100))
+    async with serve(config=config, tokenizer=Watched()) as served:
+        response = await served.client.post(path, json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert error["param"] == field
+    assert "at least 545 tokens do not fit, the context is 100 tokens" in error["message"]
+    assert max(lengths) == 800
+
+
+async def test_a_text_of_few_tokens_is_encoded_however_long_it_is(
+    serve: Any, tokenizer_type: Any
+) -> None:
+    class Runs(tokenizer_type):
+        def encode(self, text: str) -> list[int]:
+            return super().encode(text[::200])
+
+    config = ServeConfig(engine=EngineConfig(context_length=101))
+    async with serve(config=config, tokenizer=Runs()) as served:
+        reply = (await served.complete("x" * 19_800, max_tokens=1)).json()
+        assert reply["usage"]["prompt_tokens"] == 100
+        assert (await served.complete("x" * 20_001)).status_code == 400
+
+
+async def test_work_of_callers_who_left_still_counts() -> None:
+    workers, gate, started = TextWorkers(), threading.Event(), list[int]()
+
+    def work() -> None:
+        started.append(1)
+        assert gate.wait(10)
+
+    async def leave_soon() -> None:
+        with anyio.move_on_after(0.02):
+            await workers.run(work)
+
+    async with anyio.create_task_group() as callers:
+        for _ in range(MAX_THREADS):
+            callers.start_soon(leave_soon)
+        await anyio.sleep(0.1)
+        callers.start_soon(leave_soon)
+        await anyio.sleep(0.1)
+        assert len(started) == MAX_THREADS
+        gate.set()
+
+
+async def test_prompts_that_nobody_waits_for_are_not_encoded(
+    serve: Any, tokenizer_type: Any, visitor: Any
+) -> None:
+    num_encoded = 0
+
+    class Slow(tokenizer_type):
+        def encode(self, text: str) -> list[int]:
+            nonlocal num_encoded
+            num_encoded += 1
+            time.sleep(0.02)
+            return super().encode(text)
+
+    async with serve(tokenizer=Slow()) as served:
+        visit = visitor(served.app, "/v1/completions", {"prompt": ["x"] * 200})
+        async with anyio.create_task_group() as group:
+            group.start_soon(visit.visit)
+            await anyio.sleep(0.2)
+            visit.leave()
+    assert 0 < num_encoded < 100
+
+
+async def test_a_body_of_very_many_lists_is_refused_at_once(serve: Any) -> None:
+    async with serve() as served:
+        content = b'{"prompt":[' + b"[]," * MAX_LISTS + b"[]]}"
+        response = await served.client.post("/v1/completions", content=content)
+        assert response.status_code == 400
+        assert "500000 opening brackets" in response.json()["error"]["message"]
+        response = await served.complete([7] * 2_000_000)
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+        response = await served.chat(stop_token_ids=[7] * (MAX_TOKEN_IDS + 1), max_tokens=1)
+        assert response.json()["error"]["param"] == "stop_token_ids"
+
+
+async def test_long_names_are_not_sent_back(serve: Any) -> None:
+    async with serve() as served:
+        for fields in ({"model": "x" * 5000}, {"x" * 5000: 1}):
+            assert len((await served.chat(**fields)).content) < 800
 
 
 async def test_a_request_that_takes_too_long_is_a_504(serve: Any) -> None:

@@ -55,15 +55,21 @@ class InvalidRequest(TreadleError):
 
 
 class PromptTooLong(InvalidRequest):
-    """The prompt leaves no room for a single new token."""
+    """The prompt leaves no room for a single new token.
+
+    Args:
+        length: Its tokens.
+        limit: Tokens of the context.
+        at_least: Whether ``length`` is of its beginning: nobody looked at the rest.
+    """
 
     code = "context_length_exceeded"
 
-    def __init__(self, length: int, limit: int) -> None:
+    def __init__(self, length: int, limit: int, *, at_least: bool = False) -> None:
         self.length = length
         TreadleError.__init__(
             self,
-            f"prompt: {length} tokens do not fit, the context is {limit} tokens "
+            f"prompt: {'at least ' * at_least}{length} tokens do not fit, the context is {limit} tokens "
             "and at least one must be left for the answer",
         )
         self.field = "prompt"

@@ -35,10 +35,19 @@ from treadle_core import (
     TreadleError,
     Unsupported,
 )
+from treadle_core.errors import shorten
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 RETRY_AFTER_SECONDS = 1
+
+
+MAX_NAME = 200
+
+
+def shorten_name(name: str) -> str:
+    """A name that a client made up, cut where it is long."""
+    return name if len(name) <= MAX_NAME else name[:MAX_NAME] + "…"
 
 
 class UnknownField(InvalidRequest):
@@ -47,8 +56,8 @@ class UnknownField(InvalidRequest):
     code = "unknown_field"
 
     def __init__(self, field: str) -> None:
-        TreadleError.__init__(self, f"{field}: this server does not know the field")
-        self.field = field
+        TreadleError.__init__(self, f"{shorten_name(field)}: this server does not know the field")
+        self.field = shorten_name(field)
         self.value = None
         self.limit = "no such field"
 
@@ -77,7 +86,7 @@ class UnknownModel(InvalidRequest):
 
     def __init__(self, model: str, served: tuple[str, ...]) -> None:
         names = ", ".join(served)
-        TreadleError.__init__(self, f"model: {model!r} is not served here, but: {names}")
+        TreadleError.__init__(self, f"model: {shorten(model)} is not served here, but: {names}")
         self.field = "model"
         self.value = model
         self.limit = names

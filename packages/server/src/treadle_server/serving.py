@@ -12,7 +12,13 @@ from treadle_server.errors import UnknownModel
 from treadle_server.generation import Dispatcher
 from treadle_server.media import Media, text_only
 from treadle_server.settings import ServeConfig
-from treadle_server.tokenizer import ChatTokenizer, TextWorkers, TokenNames, chat_tokenizer
+from treadle_server.tokenizer import (
+    BoundedTokenizer,
+    ChatTokenizer,
+    TextWorkers,
+    TokenNames,
+    chat_tokenizer,
+)
 
 T = TypeVar("T")
 
@@ -53,6 +59,16 @@ class Serving:
             Unsupported: It cannot do what the server needs.
         """
         return chat_tokenizer(self.engine.engine.tokenizer)
+
+    @property
+    def prompt_tokenizer(self) -> BoundedTokenizer:
+        """The same, for prompts: it stops at texts that the context has no room for.
+
+        Raises:
+            EngineClosed: The engine does not run.
+            Unsupported: It cannot do what the server needs.
+        """
+        return BoundedTokenizer(self.tokenizer, self.context_length)
 
     @property
     def media(self) -> Media:

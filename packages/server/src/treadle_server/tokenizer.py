@@ -5,12 +5,19 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import anyio
 
-from treadle_core import Unsupported
+from treadle_core import PromptTooLong, Unsupported
 from treadle_core.ports import Tokenizer
 
 T = TypeVar("T")
 
 MAX_THREADS = 4
+
+CHARS_PER_TOKEN = 8
+"""Most texts have fewer."""
+
+CUT_TOKENS = 256
+"""By so many a text's beginning may have more than it has within the text: a word is cut."""
+
 REPLACEMENT = "\ufffd"
 
 
@@ -53,6 +60,62 @@ def chat_tokenizer(tokenizer: Tokenizer | None) -> ChatTokenizer:
     return tokenizer
 
 
+class BoundedTokenizer:
+    """Encodes text that a context may have room for; what is much longer is not looked through.
+
+    Encoding takes hundreds of bytes and some microseconds for a character, and cannot be stopped.
+
+    Args:
+        tokenizer: Encodes.
+        context_length: Most tokens of a prompt and its answer.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer, context_length: int) -> None:
+        self._tokenizer = tokenizer
+        self._context_length = context_length
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text.
+
+        Raises:
+            PromptTooLong: Its beginning has more tokens than there is room for.
+        """
+        return self._encode(self._tokenizer.encode, text)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of a rendered chat.
+
+        Raises:
+            PromptTooLong: Its beginning has more tokens than there is room for.
+        """
+        return self._encode(self._tokenizer.encode_rendered, text)
+
+    def check_rendered(self, text: str) -> None:
+        """Look only whether there may be room for a rendered chat that another will encode.
+
+        Raises:
+            PromptTooLong: Its beginning has more tokens than there is room for.
+        """
+        self._check(self._tokenizer.encode_rendered, text)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """As the inner tokenizer."""
+        return self._tokenizer.render_chat(messages, **options)
+
+    def _encode(self, encode: Callable[[str], list[int]], text: str) -> list[int]:
+        self._check(encode, text)
+        return encode(text)
+
+    def _check(self, encode: Callable[[str], list[int]], text: str) -> None:
+        limit = self._context_length
+        size = CHARS_PER_TOKEN * limit
+        while size < len(text):
+            length = len(encode(text[:size])) - CUT_TOKENS
+            if length >= limit:
+                raise PromptTooLong(length, limit, at_least=True)
+            size *= 2
+
+
 class TextWorkers:
     """Runs rendering and tokenising in threads, a few at a time."""
 
@@ -60,10 +123,11 @@ class TextWorkers:
         self._limiter = anyio.CapacityLimiter(MAX_THREADS)
 
     async def run(self, function: Callable[[], T]) -> T:
-        """The result of ``function``; a caller that is cancelled does not wait for it."""
-        return await anyio.to_thread.run_sync(
-            function, limiter=self._limiter, abandon_on_cancel=True
-        )
+        """The result of ``function``, which is waited for even if the caller is cancelled.
+
+        Who asks and leaves again and again would else have any number of them run.
+        """
+        return await anyio.to_thread.run_sync(function, limiter=self._limiter)
 
 
 class TokenNames:

@@ -10,6 +10,9 @@ from treadle_server.errors import MalformedBody, UnknownField
 
 T = TypeVar("T")
 
+MAX_LISTS = 500_000
+"""In a body, or brackets in its texts. Meanwhile nothing else is done."""
+
 # msgspec says where it stopped at the end of its message: "… - at `$.messages[0].role`".
 WHERE = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>.*)`)?$", re.DOTALL)
 UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`")
@@ -22,9 +25,11 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     """``body`` as the decoder's type.
 
     Raises:
-        MalformedBody: It is not JSON.
+        MalformedBody: It is not JSON, or has so many lists that reading it takes seconds.
         InvalidRequest: A field is missing, unknown or of the wrong type.
     """
+    if body.count(b"[") > MAX_LISTS:
+        raise MalformedBody(f"it has more than {MAX_LISTS} opening brackets")
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:

@@ -1,14 +1,15 @@
 """``POST /v1/completions``."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeGuard
 
+from anyio import from_thread
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from treadle_core import InvalidRequest, Request
+from treadle_core import InvalidRequest, PromptTooLong, Request
 from treadle_server.errors import NotOffered
-from treadle_server.http import read_body
+from treadle_server.http import read_body, unless_left
 from treadle_server.openai.exchange import make_header, reply
 from treadle_server.openai.sampling import (
     check_offered,
@@ -19,7 +20,7 @@ from treadle_server.openai.sampling import (
 from treadle_server.openai.schema import COMPLETION, CompletionRequest
 from treadle_server.openai.shapes import CompletionShape
 from treadle_server.serving import Serving
-from treadle_server.tokenizer import ChatTokenizer
+from treadle_server.tokenizer import BoundedTokenizer
 from treadle_server.validation import decode
 
 Prompt = str | tuple[int, ...]
@@ -44,7 +45,7 @@ class Completions:
         serving = self._serving
         wire = decode(COMPLETION, await read_body(http, serving.config.http.max_body_bytes))
         header = make_header(serving, wire, "cmpl")
-        requests = await self._requests(wire, header.id)
+        requests = await unless_left(http.receive, lambda: self._requests(wire, header.id))
         logprobs = requests[0].params.logprobs
         shape = CompletionShape(header, serving.token_names, logprobs=logprobs)
         return reply(serving, wire, requests, shape)
@@ -54,11 +55,12 @@ class Completions:
         check_offered(wire, priorities=serving.priorities)
         check_completion(wire)
         params = completion_params(wire, defaults)
-        prompts = split(wire.prompt)
         n = either(wire.n, 1)
+        self._check_number(wire.prompt, n)
+        prompts = split(wire.prompt)
         serving.check_answers("prompt", len(prompts) * n)
-        tokenizer = serving.tokenizer
-        encoded = await serving.text_work(lambda: [encode(tokenizer, text) for text in prompts])
+        tokenizer = serving.prompt_tokenizer
+        encoded = await serving.text_work(lambda: list(encoded_all(tokenizer, prompts)))
         return [
             Request(
                 id=request_id if number == 0 else f"{request_id}-{number}",
@@ -71,6 +73,20 @@ class Completions:
             )
             for number, prompt in enumerate(encoded)
         ]
+
+    def _check_number(self, prompt: str | Sequence[str | int | list[int]], n: int) -> None:
+        """Refuse what is too long by its length alone, before its items are looked at.
+
+        Raises:
+            PromptTooLong: It begins like one prompt of token ids.
+            InvalidRequest: It begins like a list of prompts.
+        """
+        if isinstance(prompt, str) or not prompt:
+            return
+        if not isinstance(prompt[0], int):
+            self._serving.check_answers("prompt", len(prompt) * n)
+        elif len(prompt) >= self._serving.context_length:
+            raise PromptTooLong(len(prompt), self._serving.context_length)
 
 
 def check_completion(wire: CompletionRequest) -> None:
@@ -111,7 +127,20 @@ def all_tokens(prompt: Sequence[str | int | list[int]]) -> TypeGuard[Sequence[in
     return all(isinstance(item, int) for item in prompt)
 
 
-def encode(tokenizer: ChatTokenizer, prompt: Prompt) -> tuple[int, ...]:
+def encoded_all(
+    tokenizer: BoundedTokenizer, prompts: Sequence[Prompt]
+) -> Iterator[tuple[int, ...]]:
+    """The token ids of all prompts, as long as somebody waits for them. In a worker thread.
+
+    Raises:
+        InvalidRequest: One has none, or too many.
+    """
+    for prompt in prompts:
+        from_thread.check_cancelled()
+        yield encode(tokenizer, prompt)
+
+
+def encode(tokenizer: BoundedTokenizer, prompt: Prompt) -> tuple[int, ...]:
     """A prompt's token ids.
 
     Raises:

@@ -1,11 +1,12 @@
 """From the messages of a chat to what a chat template takes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, assert_never, cast
 
 import msgspec
 
-from treadle_core import InvalidRequest
+from treadle_core import InvalidRequest, PromptTooLong
 from treadle_server.errors import ChatRefused, NotOffered
 from treadle_server.openai.schema import (
     AssistantMessage,
@@ -23,7 +24,7 @@ from treadle_server.openai.schema import (
     ToolMessage,
     UserMessage,
 )
-from treadle_server.tokenizer import ChatTokenizer
+from treadle_server.tokenizer import BoundedTokenizer
 
 # Arguments that would change what rendering does, or replace the model's template by another.
 RESERVED_ARGUMENTS = frozenset(
@@ -117,17 +118,21 @@ def check_template_argument(key: str) -> None:
 
 
 def render(
-    tokenizer: ChatTokenizer, wire: ChatRequest, template_args: Mapping[str, Any]
+    tokenizer: BoundedTokenizer, wire: ChatRequest, template_args: Mapping[str, Any]
 ) -> tuple[int, ...]:
     """The chat's token ids. Takes a while for a long one: call it in a worker thread.
 
     Raises:
         InvalidRequest: A message has content that is not offered.
         ChatRefused: The model's template refuses the chat.
+        PromptTooLong: The context has no room for it by far.
     """
     messages = template_messages(wire)
     try:
-        tokens = tuple(encode(tokenizer, messages, wire, template_args))
+        with chat_too_long():
+            tokens = tuple(encode(tokenizer, messages, wire, template_args))
+    except PromptTooLong:
+        raise
     except InvalidRequest as error:
         raise ChatRefused(error.field, error.value, error.limit) from error
     if not tokens:
@@ -135,8 +140,18 @@ def render(
     return tokens
 
 
+@contextmanager
+def chat_too_long() -> Generator[None]:
+    """Name the field of a chat in the error about a prompt that is too long."""
+    try:
+        yield
+    except PromptTooLong as error:
+        error.field = "messages"
+        raise
+
+
 def encode(
-    tokenizer: ChatTokenizer,
+    tokenizer: BoundedTokenizer,
     messages: Sequence[Mapping[str, Any]],
     wire: ChatRequest,
     template_args: Mapping[str, Any],
@@ -150,7 +165,7 @@ def encode(
 
 
 def write(
-    tokenizer: ChatTokenizer,
+    tokenizer: BoundedTokenizer,
     messages: Sequence[Mapping[str, Any]],
     wire: ChatRequest,
     template_args: Mapping[str, Any],

@@ -13,6 +13,7 @@ from treadle_server.media import MediaInput, NoMedia
 from treadle_server.openai.boundaries import PLACEHOLDERS, common, find_boundaries, moved
 from treadle_server.openai.messages import (
     KIND_NAMES,
+    chat_too_long,
     encode,
     media_parts,
     members,
@@ -57,7 +58,7 @@ async def chat_prompt(serving: Serving, wire: ChatRequest) -> Prompt:
     parts = media_parts(wire)
     if parts:
         return await media_prompt(serving, wire, parts)
-    tokenizer, arguments = serving.tokenizer, template_arguments(serving, wire)
+    tokenizer, arguments = serving.prompt_tokenizer, template_arguments(serving, wire)
     rendered = await serving.text_work(lambda: render(tokenizer, wire, arguments))
     tokens = serving.check_size("messages", rendered)
     if not serving.keeps_checkpoints:
@@ -81,15 +82,18 @@ async def media_prompt(
         ChatRefused: The model's template refuses the chat.
     """
     media = check_media(serving, parts)
-    tokenizer, arguments = serving.tokenizer, template_arguments(serving, wire)
+    tokenizer, arguments = serving.prompt_tokenizer, template_arguments(serving, wire)
 
     def prepare() -> tuple[str, list[Any]]:
         wanted = [media.parse(members(part, wire, where), where) for where, part in parts]
         messages = template_messages(wire)
         try:
-            return write(tokenizer, messages, wire, arguments), wanted
+            text = write(tokenizer, messages, wire, arguments)
         except InvalidRequest as error:
             raise ChatRefused(error.field, error.value, error.limit) from error
+        with chat_too_long():
+            tokenizer.check_rendered(text)
+        return text, wanted
 
     text, wanted = await serving.text_work(prepare)
     loaded = await media.load(wanted, [where for where, _ in parts])
@@ -152,7 +156,7 @@ async def warm_prompt(serving: Serving, wire: ChatRequest) -> Prompt:
     messages = template_messages(wire)
     if messages[-1]["role"] in ("user", "tool"):
         return await chat_prompt(serving, wire)
-    tokenizer, arguments = serving.tokenizer, template_arguments(serving, wire)
+    tokenizer, arguments = serving.prompt_tokenizer, template_arguments(serving, wire)
 
     def render_shared() -> tuple[int, ...]:
         one, other = (

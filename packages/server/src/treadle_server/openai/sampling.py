@@ -12,6 +12,9 @@ T = TypeVar("T")
 
 MAX_DIGITS = 18
 
+MAX_TOKEN_IDS = 2**19
+"""In a list of a request; no vocabulary is larger."""
+
 
 def chat_params(wire: ChatRequest, defaults: RequestDefaults) -> SamplingParams:
     """Sampling of a chat.
@@ -62,6 +65,10 @@ def params(
     Raises:
         InvalidRequest: A field cannot be honoured.
     """
+    for field in ("logit_bias", "stop_token_ids"):
+        count = len(getattr(wire, field) or ())
+        if count > MAX_TOKEN_IDS:
+            raise InvalidRequest(field, f"{count} token ids", f"at most {MAX_TOKEN_IDS}")
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=wire.min_tokens or 0,
