@@ -296,6 +296,18 @@ def test_a_row_that_says_what_it_does_not_know_gets_no_drafts() -> None:
     assert drafter.held_bytes == 0
 
 
+def test_a_row_that_does_not_ask_is_not_fed_what_is_not_known_either() -> None:
+    drafter = drafter_of(num_known=200)
+    output: list[int] = []
+    drafter.join(draft_row(A, (5, 6, 7), output))
+    drafter.join(draft_row(B, (8, 9), []))
+    drafter.propose([DraftRoom(A, 3), DraftRoom(B, 3)])
+    output += [250, 5]
+
+    assert drafter.propose([DraftRoom(B, 3)])[0].tokens
+    assert drafter.propose([DraftRoom(A, 3)])[0].tokens == ()
+
+
 def test_a_row_longer_than_its_context_gets_no_drafts() -> None:
     config = {**zoo.config("llama"), "max_position_embeddings": 48}
     runner = make_runner(model_of("llama"), config, slack=4)

@@ -293,9 +293,14 @@ class DraftModelDrafter:
         return self._rows[key].filled
 
     def _bar(self, keys: Mapping[Key, int]) -> None:
-        """Leave out rows that have become too long, or said what the small model does not know."""
+        """Leave out rows that have become too long, or said what the small model does not know.
+
+        Those that have a slot are fed too, whether they ask or not.
+        """
         longest = self._runner.spec.context_length
-        for row in (self._rows[key] for key in keys):
+        for key, row in self._rows.items():
+            if key not in keys and not self._layout.holds(key):
+                continue
             fresh = row.tokens(row.written, row.total)
             if self._columns(row) > longest or any(t >= self._num_known for t in fresh):
                 row.barred = True
