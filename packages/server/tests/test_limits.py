@@ -46,19 +46,27 @@ async def test_a_full_queue_is_a_429_and_the_others_are_served(serve: Any) -> No
     assert 4 <= statuses.count(200) <= 8
 
 
+async def until(served: Any, *, running: int, waiting: int) -> None:
+    """Wait until so many requests run, and so many wait."""
+    with anyio.fail_after(10):
+        while True:
+            stats = await served.engine.call(Engine.stats)
+            if (stats.num_running, stats.num_waiting) == (running, waiting):
+                return
+            await anyio.sleep(0.005)
+
+
 async def test_a_list_of_prompts_is_taken_whole_or_not_at_all(serve: Any) -> None:
     config = ServeConfig(engine=EngineConfig(max_num_seqs=1, max_queue=4))
     async with serve(ScriptedRunner(slowly), config=config) as served:
         async with anyio.create_task_group() as group:
-            group.start_soon(lambda: served.complete("x", max_tokens=100))
-            await anyio.sleep(0.05)
-            group.start_soon(lambda: served.complete(["x"] * 2, max_tokens=100))
-            await anyio.sleep(0.05)
+            group.start_soon(lambda: served.complete("x", max_tokens=10_000))
+            await until(served, running=1, waiting=0)
+            group.start_soon(lambda: served.complete(["x"] * 2, max_tokens=10_000))
+            await until(served, running=1, waiting=2)
             response = await served.complete(["x"] * 4, stream=True)
             assert response.status_code == 429
-            await anyio.sleep(0.05)
-            stats = await served.engine.call(Engine.stats)
-            assert (stats.num_running, stats.num_waiting) == (1, 2)
+            await until(served, running=1, waiting=2)
             group.cancel_scope.cancel()
         await served.until_idle()
 
@@ -193,6 +201,25 @@ async def test_prompts_that_nobody_waits_for_are_not_encoded(
             await anyio.sleep(0.2)
             visit.leave()
     assert 0 < num_encoded < 100
+
+
+async def test_prompts_that_take_too_long_to_encode_are_a_504(
+    serve: Any, tokenizer_type: Any
+) -> None:
+    num_encoded = 0
+
+    class Slow(tokenizer_type):
+        def encode(self, text: str) -> list[int]:
+            nonlocal num_encoded
+            num_encoded += 1
+            time.sleep(0.02)
+            return super().encode(text)
+
+    async with serve(tokenizer=Slow()) as served:
+        response = await served.complete(["x"] * 200, timeout=0.2)
+    assert response.status_code == 504
+    assert "its prompt was not ready after 0.2 seconds" in response.json()["error"]["message"]
+    assert num_encoded < 100
 
 
 async def test_a_body_of_very_many_lists_is_refused_at_once(serve: Any) -> None:

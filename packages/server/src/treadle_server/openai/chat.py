@@ -1,17 +1,11 @@
 """``POST /v1/chat/completions``."""
 
-import math
-import time
-from collections.abc import Generator
-from contextlib import contextmanager
-
-import anyio
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from treadle_core import DeadlineExceeded, Request
+from treadle_core import Request
 from treadle_server.http import read_body, unless_left
-from treadle_server.openai.exchange import make_header, reply
+from treadle_server.openai.exchange import TimeLimit, make_header, reply
 from treadle_server.openai.messages import check_chat
 from treadle_server.openai.prompts import chat_prompt
 from treadle_server.openai.sampling import (
@@ -24,8 +18,6 @@ from treadle_server.openai.schema import CHAT, ChatRequest
 from treadle_server.openai.shapes import ChatShape
 from treadle_server.serving import Serving
 from treadle_server.validation import decode
-
-SHORTEST = 0.001
 
 
 class ChatCompletions:
@@ -58,9 +50,8 @@ class ChatCompletions:
         params = chat_params(wire, defaults)
         n = either(wire.n, 1)
         serving.check_answers("n", n)
-        limit = deadline(wire, defaults)
-        begun = time.monotonic()
-        with within(limit, request_id):
+        limit = TimeLimit(deadline(wire, defaults))
+        with limit.preparing(request_id):
             prompt = await chat_prompt(serving, wire)
         return Request(
             id=request_id,
@@ -72,18 +63,5 @@ class ChatCompletions:
             params=params,
             n=n,
             priority=wire.priority or 0,
-            deadline=None if limit is None else max(limit - (time.monotonic() - begun), SHORTEST),
+            deadline=limit.left,
         )
-
-
-@contextmanager
-def within(limit: float | None, request_id: str) -> Generator[None]:
-    """Cancel the body after ``limit`` seconds.
-
-    Raises:
-        DeadlineExceeded: It was cancelled.
-    """
-    with anyio.move_on_after(math.inf if limit is None else limit) as scope:
-        yield
-    if scope.cancelled_caught:
-        raise DeadlineExceeded(request_id, f"its prompt was not ready after {limit:g} seconds")

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from treadle_core import InvalidRequest, PromptTooLong, Request
 from treadle_server.errors import NotOffered
 from treadle_server.http import read_body, unless_left
-from treadle_server.openai.exchange import make_header, reply
+from treadle_server.openai.exchange import TimeLimit, make_header, reply
 from treadle_server.openai.sampling import (
     check_offered,
     completion_params,
@@ -60,7 +60,9 @@ class Completions:
         prompts = split(wire.prompt)
         serving.check_answers("prompt", len(prompts) * n)
         tokenizer = serving.prompt_tokenizer
-        encoded = await serving.text_work(lambda: list(encoded_all(tokenizer, prompts)))
+        limit = deadline(wire, defaults)
+        with TimeLimit(limit).preparing(request_id):
+            encoded = await serving.text_work(lambda: list(encoded_all(tokenizer, prompts)))
         return [
             Request(
                 id=request_id if number == 0 else f"{request_id}-{number}",
@@ -69,7 +71,7 @@ class Completions:
                 params=params,
                 n=n,
                 priority=wire.priority or 0,
-                deadline=deadline(wire, defaults),
+                deadline=limit,
             )
             for number, prompt in enumerate(encoded)
         ]

@@ -1,14 +1,53 @@
 """What both generating routes do around their own rendering: the reply's header, and the reply."""
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 
-from treadle_core import Request
+import anyio
+
+from treadle_core import DeadlineExceeded, Request
 from treadle_server.openai.answering import Answering
 from treadle_server.openai.sampling import include_usage
 from treadle_server.openai.schema import Generation
 from treadle_server.openai.shapes import Header, Shape
 from treadle_server.serving import Serving, new_id
+
+SHORTEST = 0.001
+
+
+class TimeLimit:
+    """The time that a request may take, its preparation included; it runs from now on.
+
+    Args:
+        seconds: None is no limit.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+        self._begun = time.monotonic()
+
+    @property
+    def left(self) -> float | None:
+        """Seconds that are left for the answer; some are always, as the engine is told no less."""
+        if self._seconds is None:
+            return None
+        return max(self._seconds - (time.monotonic() - self._begun), SHORTEST)
+
+    @contextmanager
+    def preparing(self, request_id: str) -> Generator[None]:
+        """Cancel the body when the time is over.
+
+        Raises:
+            DeadlineExceeded: It was cancelled.
+        """
+        left = self.left
+        with anyio.move_on_after(math.inf if left is None else left) as scope:
+            yield
+        if scope.cancelled_caught:
+            reason = f"its prompt was not ready after {self._seconds:g} seconds"
+            raise DeadlineExceeded(request_id, reason)
 
 
 def make_header(serving: Serving, wire: Generation, prefix: str) -> Header:
