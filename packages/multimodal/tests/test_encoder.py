@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -10,28 +11,54 @@ import pytest
 
 pytest.importorskip("treadle_multimodal", reason="the default environment leaves mlx-vlm out")
 
+import mlx_vlm
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx.utils import tree_flatten
 
 from treadle_core import Engine, EngineConfig, Request, collect, run
 from treadle_core.events import Event, Finished, TokenOut
 from treadle_core.mlx_runtime.runner import ModelRunner
 from treadle_core.pacing import FixedChunk
+from treadle_multimodal.families import FAMILIES
 from treadle_multimodal.features import FeatureCache
 from treadle_multimodal.media import Media
 from treadle_multimodal.prompt import Arrays, EncodedPrompt
-from treadle_multimodal.vlm.encoders import Call, Encoder
+from treadle_multimodal.testing import zoo
+from treadle_multimodal.vlm.encoders import CALLINGS, Call, Encoder
 from treadle_multimodal.vlm.encoding import AHEAD_TOKENS, Features, MediaEncoder
 from treadle_multimodal.vlm.model import VlmModel
 
 from .test_engine import NUM_TOKENS, REQUESTS, answers, expected, request
-from .vlm import Reference, clip, difference, encoded, image, loaded
+from .vlm import (
+    DISTINCT,
+    HEARING,
+    QWEN,
+    VIDEO,
+    Reference,
+    clip,
+    difference,
+    encoded,
+    image,
+    loaded,
+    sound,
+)
 
-PLAIN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-LAYERS = {"smolvlm": 2, "gemma3": 2, **dict.fromkeys(PLAIN, 4)}
-"""Of the encoders that can be stopped between them; others are called whole."""
+TILES = ("smolvlm", "idefics3")
+JOINING = (*QWEN, *TILES, "gemma3", "gemma4")
+"""Families of which several images go into one call."""
 
-every_family = pytest.mark.parametrize("family", sorted(LAYERS))
+LAYERS = {
+    **dict.fromkeys(zoo.FAMILIES, 2),
+    **dict.fromkeys(QWEN, 4),
+}
+"""Of each encoder; a call can stop behind each."""
+
+FASTER = [family for family in DISTINCT if family != "qwen3_5"]
+every_family = pytest.mark.parametrize("family", zoo.FAMILIES)
+# Some of those that differ; Qwen3.5 goes through its tokens one by one, which takes its time.
+some_families = pytest.mark.parametrize("family", ["qwen3_omni_moe", "pixtral", *FASTER])
+every_plain_family = pytest.mark.parametrize("family", QWEN)
 
 SAME_SIZE: tuple[Media, ...] = (image(1), image(2), image(3))
 
@@ -91,50 +118,105 @@ def check(family: str, prompt: EncodedPrompt, encoder: MediaEncoder) -> None:
             assert difference(one, other) < 1e-5
 
 
+def piecemeal(encoder: MediaEncoder, prompt: EncodedPrompt) -> int:
+    """Encode a prompt's first item as slowly as can be; how many times it took."""
+    start, stop, times = prompt.segments[0].start, prompt.segments[0].end, 0
+    while encoder.ready(prompt, 0, stop) < stop:
+        assert encoder.ready(prompt, 0, stop) == start
+        encoder.encode(prompt, start, 1e-9)
+        times += 1
+    return times
+
+
+def check_with_mlx_vlm(
+    family: str, prompt: EncodedPrompt, encoder: MediaEncoder, media: tuple[Media, ...]
+) -> None:
+    """Compare what was made of a prompt's one item."""
+    embedded = np.array(Reference(family, "look", media).embeddings[0])
+    where = [place for part in prompt.segments for place in range(part.start, part.end)]
+    found = np.array(encoder.take(prompt.items[0]).embeddings)
+    assert difference(found, embedded[where]) < 1e-5
+
+
 class TestPieces:
+    def test_the_encoder_of_every_family_is_known(self) -> None:
+        assert set(CALLINGS) == set(FAMILIES)
+
     @every_family
     def test_a_short_while_is_a_layer_and_the_result_is_the_same(self, family: str) -> None:
         encoder, counting, cache = make(family)
-        prompt = encoded(family, "look", (image(0, 60, 60),))
-        start, times = prompt.segments[0].start, 0
+        media = (image(0, 60, 60),)
+        prompt = encoded(family, "look", media)
 
-        while encoder.ready(prompt, 0, len(prompt.tokens)) < len(prompt.tokens):
-            assert encoder.ready(prompt, 0, len(prompt.tokens)) == start
-            encoder.encode(prompt, start, 1e-9)
-            times += 1
+        times = piecemeal(encoder, prompt)
 
         assert times == LAYERS[family] * len(counting.calls)
         assert prompt.items[0].digest in cache
-        check(family, prompt, encoder)
+        check_with_mlx_vlm(family, prompt, encoder, media)
 
-    @pytest.mark.parametrize("family", PLAIN)
+    @pytest.mark.parametrize("family", HEARING)
+    def test_so_it_is_with_a_sound(self, family: str) -> None:
+        encoder, counting, _ = make(family)
+        media = (sound(0),)
+        prompt = encoded(family, "look", media)
+
+        times = piecemeal(encoder, prompt)
+
+        assert times == 2
+        assert counting.calls == [1]
+        check_with_mlx_vlm(family, prompt, encoder, media)
+
+    def test_what_a_piece_made_is_computed_with_it(self) -> None:
+        def run() -> tuple[mx.array, tuple[mx.array, ...]]:
+            made = mx.ones((512, 1024)) + mx.arange(1024)
+            call.stop(made)
+            return made + 1, ()
+
+        call = Call(run)
+        before = mx.get_active_memory()
+
+        assert not call.advance()
+
+        assert mx.get_active_memory() - before >= 512 * 1024 * 4
+        assert call.advance()
+        assert call.outputs[0][0, 2].item() == 4
+
+    def test_a_model_s_parameters_keep_their_names(self, tmp_path: Path) -> None:
+        model, _ = mlx_vlm.load(str(zoo.save_checkpoint("gemma4", tmp_path)))
+        before = dict(tree_flatten(model.parameters()))
+
+        Encoder(model)
+        Encoder(model)
+
+        after = dict(tree_flatten(model.parameters()))
+        assert list(after) == list(before)
+        assert all(after[name] is before[name] for name in before)
+
+    @pytest.mark.parametrize("family", VIDEO)
     def test_a_video_is_encoded_by_its_frames(self, family: str) -> None:
         encoder, counting, _ = make(family)
-        prompt = encoded(family, "look", (clip(3, 6),))
+        media = (clip(3, 6),)
+        prompt = encoded(family, "look", media)
 
-        encoder.encode(prompt, prompt.segments[0].start, 1e-9)
-        while encoder.ready(prompt, 0, len(prompt.tokens)) < len(prompt.tokens):
-            encoder.encode(prompt, prompt.segments[0].start, 1e-9)
+        times = piecemeal(encoder, prompt)
 
-        assert counting.calls == [1, 1, 1]  # pairs of frames
-        embedded = Reference(family, "look", (clip(3, 6),)).embeddings[0]
-        where = [place for part in prompt.segments for place in range(part.start, part.end)]
-        found = np.array(encoder.take(prompt.items[0]).embeddings)
-        assert difference(found, np.array(embedded)[where]) < 1e-5
+        frames = 6 if family == "gemma4" else 3  # pairs
+        assert counting.calls == [1] * frames
+        assert times == LAYERS[family] * frames
+        check_with_mlx_vlm(family, prompt, encoder, media)
 
-    def test_an_image_is_encoded_by_its_tiles(self) -> None:
-        encoder, counting, _ = make("smolvlm")
-        prompt = encoded("smolvlm", "look", (image(5, 150, 90),))
+    @pytest.mark.parametrize("family", TILES)
+    def test_an_image_is_encoded_by_its_tiles(self, family: str) -> None:
+        encoder, counting, _ = make(family)
+        media = (image(5, 150, 90),)
+        prompt = encoded(family, "look", media)
         num_tiles = prompt.items[0].arrays["pixel_values"].shape[1]
 
         encoder.take(prompt.items[0])
 
         assert num_tiles > 1
         assert counting.calls == [1] * num_tiles
-        embedded = Reference("smolvlm", "look", (image(5, 150, 90),)).embeddings[0]
-        where = [place for part in prompt.segments for place in range(part.start, part.end)]
-        found = np.array(encoder.take(prompt.items[0]).embeddings)
-        assert difference(found, np.array(embedded)[where]) < 1e-5
+        check_with_mlx_vlm(family, prompt, encoder, media)
 
     def test_two_prompts_with_one_image_work_on_the_same(self) -> None:
         encoder, counting, _ = make("qwen2_vl")
@@ -149,7 +231,7 @@ class TestPieces:
 
 
 class TestTogether:
-    @every_family
+    @pytest.mark.parametrize("family", JOINING)
     def test_images_in_one_call_are_those_one_by_one(self, family: str) -> None:
         encoder, counting, cache = make(family, now=lambda: 0.0)
         prompt = encoded(family, "look", SAME_SIZE)
@@ -158,14 +240,14 @@ class TestTogether:
         encoder.encode(prompt, prompt.segments[0].start, 1.0)
 
         tiles = 1
-        if family == "smolvlm":
+        if family in TILES:
             tiles = prompt.items[0].arrays["pixel_values"].shape[1]
         assert counting.calls == [3 * tiles]
         assert cache.stats().misses == 3
         assert all(item.digest in cache for item in prompt.items)
         check(family, prompt, encoder)
 
-    @pytest.mark.parametrize("family", PLAIN)
+    @every_plain_family
     def test_their_sizes_may_differ_where_patches_stand_in_a_row(self, family: str) -> None:
         encoder, counting, _ = make(family, now=lambda: 0.0)
         prompt = encoded(family, "look", (image(1, 60, 60), image(2, 150, 90), image(3, 56, 140)))
@@ -185,6 +267,26 @@ class TestTogether:
 
         assert counting.calls == [1, 1, 1]
         check("qwen3_vl", prompt, encoder)
+
+    def test_frames_of_videos_are_joined(self) -> None:
+        encoder, counting, _ = make("gemma4", now=lambda: 0.0)
+        prompt = encoded("gemma4", "look", (clip(2, 2), clip(5, 3)))
+        encoder._speed = 1e-9
+
+        encoder.encode(prompt, prompt.segments[0].start, 1.0)
+
+        assert counting.calls == [5]
+        check("gemma4", prompt, encoder)
+
+    def test_images_whose_patches_are_all_compared_go_alone(self) -> None:
+        encoder, counting, _ = make("pixtral", now=lambda: 0.0)
+        prompt = encoded("pixtral", "look", SAME_SIZE)
+        encoder._speed = 1e-9
+
+        encoder.encode(prompt, prompt.segments[0].start, 1.0)
+
+        assert counting.calls == [1, 1, 1]
+        check("pixtral", prompt, encoder)
 
     def test_tiles_of_other_sizes_are_not_joined(self) -> None:
         encoder = Encoder(loaded("smolvlm").model.model)
@@ -239,7 +341,7 @@ class TestTogether:
 
 
 class TestHolding:
-    @every_family
+    @some_families
     def test_without_room_in_the_cache_each_item_is_encoded_once_for_a_row(
         self, family: str
     ) -> None:
@@ -337,7 +439,7 @@ def assert_nothing_is_held(model: VlmModel) -> None:
 
 
 class TestEngine:
-    @every_family
+    @some_families
     def test_answers_are_the_same_when_it_is_done_layer_by_layer(self, family: str) -> None:
         engine, model, counting = engine_of(family)
         steps: list[float] = []

@@ -1,14 +1,16 @@
 """How the encoder of each family is called, and where its work can be cut."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from greenlet import getcurrent, greenlet
 from msgspec import Struct
+from msgspec.structs import replace
 
+from treadle_core.mlx_runtime.twins import twin
 from treadle_multimodal.prompt import Arrays
 
 Outputs = tuple[mx.array, tuple[mx.array, ...]]
@@ -19,84 +21,80 @@ class Calling(Struct, frozen=True):
     """What is known of a family's encoder.
 
     Attributes:
-        run: Builds a call, lazily: the model, the placeholder, how many of them, and the arrays.
+        run: Calls it: the model, the placeholder, how many of them, and the arrays.
+        layers: Where the lists of its layers are, between which a call can stop; a checkpoint
+            that sees and does not hear has not all of them.
         cut: An item in parts that the encoder sees apart from each other, of as many tokens each.
-        axes: By array, along which axis several parts go into one call; empty where they do not.
-        layers: Where its layers are, whose outputs lie between pieces of a call; empty for one
-            piece.
+        axes: By array, along which axis several parts go into one call; what has none goes alone.
     """
 
     run: Callable[[Any, int, int, dict[str, mx.array]], Outputs]
+    layers: tuple[str, ...]
     cut: Callable[[Arrays], list[Arrays]] = lambda arrays: [arrays]
     axes: Mapping[str, int] = {}
-    layers: str = ""
 
 
-class Call:
-    """A call of an encoder, built and not computed.
+class Call(greenlet):
+    """A call of an encoder that stops behind each of its layers but the last.
 
-    Attributes:
-        pieces: What to compute, one after the other; the last of them is all that is left.
-        outputs: What it gives.
-    """
-
-    def __init__(self, pieces: list[list[mx.array]], outputs: Outputs) -> None:
-        self.pieces = pieces
-        self.outputs = outputs
-
-
-class Layer(nn.Module):
-    """A layer of an encoder that tells what it gave.
+    The encoder runs as mlx-vlm wrote it, in a coroutine of its own.
 
     Args:
-        inner: The layer.
-        told: Who it tells.
+        run: Calls the encoder.
     """
 
-    def __init__(self, inner: nn.Module, told: "Told") -> None:
-        super().__init__()
-        self.inner = inner
-        self.told = told
+    def __init__(self, run: Callable[[], Outputs]) -> None:
+        super().__init__(run)
+        self._outputs: Outputs | None = None
+
+    @property
+    def outputs(self) -> Outputs:
+        """What it gives, when it is done."""
+        assert self._outputs is not None, "the encoder is not done"
+        return self._outputs
+
+    def advance(self) -> bool:
+        """Compute the next piece.
+
+        Returns:
+            Whether it is done with it.
+        """
+        made = self.switch()
+        mx.eval(made)
+        if self.dead:
+            self._outputs = made
+        return self.dead
+
+    def stop(self, made: Any) -> None:
+        """Called inside: wait until what was made is computed, and for the next piece."""
+        assert self.parent is not None
+        self.parent.switch(made)
+
+
+class Stopping(nn.Module):
+    """Mixed into the class of a layer behind which a call may stop."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """As the layer itself."""
-        found = self.inner(*args, **options)
-        self.told.hear(found)
-        return found
-
-
-class Told:
-    """Collects what the layers of one encoder give while somebody listens."""
-
-    def __init__(self) -> None:
-        self._heard: list[mx.array] | None = None
-
-    def hear(self, output: Any) -> None:
-        """A layer gave something."""
-        if self._heard is not None and isinstance(output, mx.array):
-            self._heard.append(output)
-
-    @contextmanager
-    def listen(self) -> Generator[list[mx.array]]:
-        """A list that outputs are added to."""
-        self._heard = heard = list[mx.array]()
-        try:
-            yield heard
-        finally:
-            self._heard = None
+        """As the layer does it."""
+        made: Any = super().__call__(*args, **options)  # pyright: ignore[reportUnknownVariableType, reportAttributeAccessIssue, reportUnknownMemberType]
+        call = getcurrent()
+        if isinstance(call, Call):
+            call.stop(made)
+        return made
 
 
 class Encoder:
     """The encoder of one loaded model. For the thread that loaded it.
 
     Args:
-        model: As mlx-vlm loads it. The layers of its encoder are wrapped, as adapters wrap layers.
+        model: As mlx-vlm loads it. Calls may stop behind its layers from now on.
     """
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._calling = CALLINGS.get(model.config.model_type, WHOLE)
-        self._told = wrap_layers(model, self._calling.layers) if self._calling.layers else Told()
+        self._calling = CALLINGS[model.config.model_type]
+        for path in self._calling.layers:
+            let_stop(model, path)
 
     def parts(self, arrays: Arrays) -> list[Arrays]:
         """An item in the smallest parts that can be encoded apart."""
@@ -124,23 +122,20 @@ class Encoder:
             else mx.array(array)
             for name, array in parts[0].items()
         }
-        with self._told.listen() as heard:
-            outputs = self._calling.run(self._model, placeholder, num_tokens, arrays)
-        # The last layer is left to the piece behind it, which is short.
-        pieces = [[output] for output in heard[:-1]]
-        return Call([*pieces, [outputs[0], *outputs[1]]], outputs)
+        return Call(lambda: self._calling.run(self._model, placeholder, num_tokens, arrays))
 
 
-def wrap_layers(model: Any, path: str) -> Told:
-    """Have the layers of an encoder tell what they give; those that do already stay."""
+def let_stop(model: Any, path: str) -> None:
+    """Let calls stop behind the layers of an encoder; again changes nothing."""
     layers: Any = model
     for name in path.split("."):
         layers = getattr(layers, name)
-    if layers and isinstance(layers[0], Layer):
-        return layers[0].told
-    told = Told()
-    layers[:] = [Layer(layer, told) for layer in layers]
-    return told
+        if layers is None:
+            return
+    # What is behind the last layer is short, and goes with it.
+    for index, layer in enumerate(layers[:-1]):
+        if not isinstance(layer, Stopping):
+            layers[index] = twin(layer, Stopping)
 
 
 def _alike(one: Any, other: Any, axis: int) -> bool:
@@ -149,20 +144,10 @@ def _alike(one: Any, other: Any, axis: int) -> bool:
     return shapes[0] == shapes[1] and one.dtype == other.dtype
 
 
-def deepstack_of(made: Any) -> tuple[mx.array, ...]:
-    """Of what mlx-vlm makes of one item, each layer ``[tokens, hidden]``; a sound has none."""
-    found = made.deepstack_visual_embeds
-    if found is None or made.visual_pos_masks is None:
-        return ()
-    if isinstance(found, mx.array):  # [1, tokens, layers, hidden]
-        return tuple(found[0, :, layer] for layer in range(found.shape[2]))
-    return tuple(found)
-
-
 def _run_qwen(
     model: Any, placeholder: int, num_tokens: int, arrays: dict[str, mx.array]
 ) -> Outputs:
-    """The tower alone: around it mlx-vlm waits for what the first layers give."""
+    """The tower alone: mlx-vlm's own way around it wants a prompt to count positions in."""
     del num_tokens
     (grid,) = (array for name, array in arrays.items() if name.endswith("grid_thw"))
     (pixels,) = (array for name, array in arrays.items() if not name.endswith("grid_thw"))
@@ -173,6 +158,15 @@ def _run_qwen(
     return embeddings.astype(text.dtype), tuple(deepstack)
 
 
+def _run_omni(
+    model: Any, placeholder: int, num_tokens: int, arrays: dict[str, mx.array]
+) -> Outputs:
+    """Its part that thinks sees as Qwen3-VL does, and hears."""
+    if "input_features" in arrays:
+        return _run_whole(model, placeholder, num_tokens, arrays)
+    return _run_qwen(model.thinker, placeholder, num_tokens, arrays)
+
+
 def _run_whole(
     model: Any, placeholder: int, num_tokens: int, arrays: dict[str, mx.array]
 ) -> Outputs:
@@ -181,27 +175,31 @@ def _run_whole(
     rest = dict(arrays)
     pixels = rest.pop("pixel_values", None)
     made = model.get_input_embeddings(tokens, pixels, mask=mx.ones_like(tokens), **rest)
-    return made.inputs_embeds[0], deepstack_of(made)
+    return made.inputs_embeds[0], ()
 
 
 def _frames(arrays: Arrays) -> list[Arrays]:
-    """A video in groups of frames that the encoder merges in time."""
-    (grids,) = (name for name in arrays if name.endswith("grid_thw"))
+    """A video in groups of frames that the encoder merges in time; an image; a sound."""
+    grids = next((name for name in arrays if name.endswith("grid_thw")), None)
+    if grids is None:
+        return [arrays]
     (pixels,) = (name for name in arrays if not name.endswith("grid_thw"))
     frames, *size = (int(number) for number in arrays[grids][0])
     grid = np.array([[1, *size]], dtype=arrays[grids].dtype)
     return [{pixels: part, grids: grid} for part in np.split(arrays[pixels], frames)]
 
 
-def _tiles(arrays: Arrays) -> list[Arrays]:
-    """An image in its tiles."""
-    count = arrays["pixel_values"].shape[1]
-    split = {name: np.split(array, count, axis=1) for name, array in arrays.items()}
-    return [{name: parts[index] for name, parts in split.items()} for index in range(count)]
+def _along_second(name: str) -> Callable[[Arrays], list[Arrays]]:
+    """Cuts an item that has an array of this name: it holds parts along the second axis."""
 
+    def cut(arrays: Arrays) -> list[Arrays]:
+        if name not in arrays:
+            return [arrays]
+        split = {key: np.split(array, array.shape[1], axis=1) for key, array in arrays.items()}
+        return [dict(zip(split, parts, strict=True)) for parts in zip(*split.values(), strict=True)]
 
-WHOLE = Calling(_run_whole)
-"""For families of which nothing is known: an item is a call, and a call a piece."""
+    return cut
+
 
 QWEN = Calling(
     _run_qwen,
@@ -209,23 +207,43 @@ QWEN = Calling(
     axes=dict.fromkeys(
         ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"), 0
     ),
-    layers="vision_tower.blocks",
+    layers=("vision_tower.blocks",),
 )
 
+TILES = Calling(
+    _run_whole,
+    cut=_along_second("pixel_values"),
+    axes={"pixel_values": 1, "pixel_attention_mask": 1},
+    layers=("vision_model.encoder.layers",),
+)
+
+# Images are not joined: in a call of several, each patch is compared with those of all.
+PIXTRAL = Calling(_run_whole, layers=("vision_tower.vision_model.transformer.layers",))
+
 CALLINGS: dict[str, Calling] = {
-    "qwen2_vl": QWEN,
-    "qwen2_5_vl": QWEN,
-    "qwen3_vl": QWEN,
-    "smolvlm": Calling(
-        _run_whole,
-        cut=_tiles,
-        axes={"pixel_values": 1, "pixel_attention_mask": 1},
-        layers="vision_model.encoder.layers",
-    ),
     "gemma3": Calling(
         _run_whole,
         axes={"pixel_values": 0},
-        layers="vision_tower.vision_model.encoder.layers",
+        layers=("vision_tower.vision_model.encoder.layers",),
     ),
+    "gemma4": Calling(
+        _run_whole,
+        cut=_along_second("pixel_values_videos"),
+        axes={"pixel_values": 0, "pixel_values_videos": 1, "video_position_ids": 1},
+        layers=("vision_tower.encoder.layers", "audio_tower.layers"),
+    ),
+    "idefics3": TILES,
+    "mistral3": PIXTRAL,
+    "pixtral": PIXTRAL,
+    "qwen2_5_vl": QWEN,
+    "qwen2_vl": QWEN,
+    "qwen3_5": QWEN,
+    "qwen3_5_moe": QWEN,
+    "qwen3_omni_moe": replace(
+        QWEN, run=_run_omni, layers=("thinker.vision_tower.blocks", "thinker.audio_tower.layers")
+    ),
+    "qwen3_vl": QWEN,
+    "qwen3_vl_moe": QWEN,
+    "smolvlm": TILES,
 }
 """By the model type that a checkpoint's config names."""

@@ -105,8 +105,7 @@ class Job:
         """
         if self._call is None:
             self._call = self._next_call(most)
-        mx.eval(self._call.pieces.pop(0))
-        if self._call.pieces:
+        if not self._call.advance():
             return False
         self._take(self._call)
         self._call = None
