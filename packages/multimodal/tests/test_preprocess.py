@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -185,18 +186,15 @@ def test_parts_of_an_item_have_digests_of_their_own() -> None:
 def test_the_digest_covers_what_preprocessing_does(key: str, value: Any) -> None:
     target = loaded("qwen2_vl")
     text = target.preprocessor.render(chat("look", (image(0),)))
-    processor = target.preprocessor._processor
-    before = target.preprocessor.encode(text, (image(0),)).items[0].digest
-    usual = getattr(processor.image_processor, key)
-
+    processor = deepcopy(target.preprocessor._processor)
     setattr(processor.image_processor, key, value)
-    try:
-        after = target.preprocessor.encode(text, (image(0),)).items[0].digest
-    finally:
-        setattr(processor.image_processor, key, usual)
 
-    assert after != before
-    assert target.preprocessor.encode(text, (image(0),)).items[0].digest == before
+    usual, other = (
+        Preprocessor(target.base.config, each).encode(text, (image(0),)).items[0].digest
+        for each in (target.preprocessor._processor, processor)
+    )
+
+    assert other != usual
 
 
 @every_family
@@ -225,6 +223,20 @@ def test_many_threads_prepare_at_once(family: str) -> None:
     for one, other in zip(found, expected, strict=True):
         assert one.tokens == other.tokens
         assert one.segments == other.segments
+
+
+@every_family
+def test_a_prompt_is_prepared_while_another_one_is(family: str) -> None:
+    preprocessor = loaded(family).preprocessor
+    expected = encoded(family, "look", (image(0),))
+
+    with preprocessor._own_processor() as one:
+        found = encoded(family, "look", (image(0),))
+        with preprocessor._own_processor() as other:
+            kept = [one, other, preprocessor._processor]
+            assert len({id(each.tokenizer._tokenizer) for each in kept}) == 3
+
+    assert (found.tokens, found.segments) == (expected.tokens, expected.segments)
 
 
 def test_a_template_that_reads_parts_only_loses_no_words(tmp_path: Path) -> None:

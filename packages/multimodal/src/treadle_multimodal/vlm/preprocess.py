@@ -4,11 +4,12 @@ Blocking, for worker threads; nothing here stays on a device.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from hashlib import blake2b
 from struct import pack
-from threading import Lock
 from typing import Any, cast
 
 import numpy as np
@@ -42,7 +43,10 @@ Part = tuple[Arrays, int]
 
 
 class Preprocessor:
-    """Prepares the prompts of one checkpoint. May be used from any thread.
+    """Prepares the prompts of one checkpoint. Any thread may use it, several at once.
+
+    A tokenizer keeps options in itself while it runs. So a prompt with media is prepared by a copy
+    of the processor; there are as many as ever ran at once. The processor itself is left to text.
 
     Args:
         config: The checkpoint's, as its ``config.json`` has it.
@@ -58,8 +62,7 @@ class Preprocessor:
         self._processor = processor
         self._max_frames: int | None = processor_video_sampling(processor).max_frames
         self._takes_strings = takes_strings(self._apply_template)
-        # Tokenizers keep their padding options in themselves while they run.
-        self._lock = Lock()
+        self._idle: list[Any] = []
 
     @property
     def kinds(self) -> frozenset[Kind]:
@@ -167,12 +170,12 @@ class Preprocessor:
         return frames.transpose(0, 3, 1, 2) if self._family.channels_first else frames
 
     def _prepare(self, text: str, kinds: Sequence[Kind], **options: Any) -> Made:
-        """Run mlx-vlm's own preparation, one at a time."""
+        """Run mlx-vlm's own preparation."""
         prepare = cast(Prepare, prepare_inputs)
-        with self._lock:
+        with self._own_processor() as processor:
             try:
                 made = prepare(
-                    self._processor,
+                    processor,
                     prompts=text,
                     # A rendered chat brings its own.
                     add_special_tokens=False,
@@ -184,6 +187,18 @@ class Preprocessor:
                 shown = ", ".join(kinds)
                 raise MediaError("media", shown, f"what the processor takes ({error})") from error
             return {name: copied(value) for name, value in made.items() if value is not None}
+
+    @contextmanager
+    def _own_processor(self) -> Generator[Any]:
+        """A processor that nobody else uses until the body ends."""
+        try:
+            own = self._idle.pop()
+        except IndexError:
+            own = deepcopy(self._processor)
+        try:
+            yield own
+        finally:
+            self._idle.append(own)
 
     def _hear(self, media: Sequence[Media]) -> list[Part]:
         """The sounds of a request, each distinct one prepared alone.
