@@ -461,12 +461,12 @@ async def test_a_failed_request_leaves_the_loader_usable() -> None:
     assert len(await shared.load([image_part(png())])) == 1
 
 
-async def test_other_work_on_media_shares_the_threads_of_the_decoders() -> None:
+async def test_what_is_made_of_media_shares_the_threads_of_the_decoders() -> None:
     shared = MediaLoader(MultimodalConfig())
     lock, running, most = threading.Lock(), 0, 0
     made: list[int] = []
 
-    def work(number: int) -> int:
+    def work(number: int, media: tuple[Media, ...]) -> int:
         nonlocal running, most
         with lock:
             running += 1
@@ -474,14 +474,116 @@ async def test_other_work_on_media_shares_the_threads_of_the_decoders() -> None:
         time.sleep(0.01)
         with lock:
             running -= 1
+        assert media[0].digest == digests[number]
         return number
 
-    async def run(number: int) -> None:
-        made.append(await shared.run(partial(work, number)))
+    async def prepare(number: int) -> None:
+        made.append(await shared.prepare([image_part(png(seed=number))], partial(work, number)))
 
+    digests = [(await load_media([image_part(png(seed=n))]))[0].digest for n in range(8)]
     async with anyio.create_task_group() as tasks:
         for number in range(8):
-            tasks.start_soon(run, number)
+            tasks.start_soon(prepare, number)
 
     assert sorted(made) == list(range(8))
     assert most <= spare_cores()
+
+
+def sharing(max_bytes: int) -> MediaLoader:
+    """A loader in which an image takes 24 x 16 pixels before it is loaded and when it is."""
+    limits = MediaLimits(max_loaded_bytes=max_bytes, max_pixels=24 * 16, max_concurrent=16)
+    return MediaLoader(MultimodalConfig(limits=limits))
+
+
+IMAGE_BYTES = 24 * 16 * 3
+
+
+class Held:
+    """Keeps requests in their last step until it is told to let them go."""
+
+    def __init__(self, loader: MediaLoader) -> None:
+        self.entered: list[int] = []
+        self.done: list[int] = []
+        self._loader = loader
+        self._go = threading.Event()
+
+    async def prepare(self, number: int, num_images: int = 1) -> None:
+        parts = [image_part(png())] * num_images
+        self.done.append(await self._loader.prepare(parts, partial(self._work, number)))
+
+    def _work(self, number: int, media: tuple[Media, ...]) -> int:
+        self.entered.append(number)
+        self._go.wait(10)
+        return number
+
+    def go(self) -> None:
+        self._go.set()
+
+
+async def test_media_of_all_requests_have_so_much_room_until_they_are_prepared() -> None:
+    loader = sharing(2 * IMAGE_BYTES)
+    held = Held(loader)
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(5):
+            tasks.start_soon(held.prepare, number)
+        await until(lambda: len(held.entered) >= 1)
+        # Those that wait for a thread have their pixels already.
+        await until(lambda: loader._room.taken == 2 * IMAGE_BYTES)
+        await anyio.sleep(0.05)
+        assert loader._room.taken == 2 * IMAGE_BYTES
+        assert len(held.entered) <= 2
+        held.go()
+
+    assert sorted(held.done) == [0, 1, 2, 3, 4]
+    assert loader._room.taken == 0
+
+
+async def test_a_request_that_is_alone_over_all_of_the_room_is_refused() -> None:
+    loader = sharing(2 * IMAGE_BYTES)
+
+    with pytest.raises(MediaTooLarge) as caught:
+        await loader.load([image_part(png())] * 3)
+
+    error = caught.value
+    assert error.value == 3 * IMAGE_BYTES
+    assert error.limit == f"at most {2 * IMAGE_BYTES} over all media of a request"
+    assert len(await loader.load([image_part(png())] * 2)) == 2
+    assert loader._room.taken == 0
+
+
+async def test_a_request_that_fails_or_is_cancelled_leaves_its_room_to_others() -> None:
+    loader = sharing(2 * IMAGE_BYTES)
+    held = Held(loader)
+    with pytest.raises(BrokenMedia):
+        await loader.load([image_part(png()), image_part(b"")])
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(held.prepare, 0)
+        await until(lambda: held.entered == [0])
+        # This one waits for all of the room, and the next one behind it, though there is some.
+        async with anyio.create_task_group() as waiting:
+            waiting.start_soon(held.prepare, 1, 2)
+            await anyio.wait_all_tasks_blocked()
+            tasks.start_soon(held.prepare, 2)
+            await anyio.wait_all_tasks_blocked()
+            assert loader._room.taken == IMAGE_BYTES
+            waiting.cancel_scope.cancel()
+        await until(lambda: loader._room.taken == 2 * IMAGE_BYTES)
+        held.go()
+
+    assert sorted(held.done) == [0, 2]
+    assert loader._room.taken == 0
+
+
+async def test_what_an_item_does_not_take_of_its_most_is_given_back() -> None:
+    loader = MediaLoader(MultimodalConfig())
+    held = Held(loader)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(held.prepare, 0)
+        await until(lambda: held.entered == [0])
+        taken = loader._room.taken
+        held.go()
+
+    assert taken == IMAGE_BYTES

@@ -258,7 +258,7 @@ class Reading:
         self._waits_for = waits_for
         self._all = anyio.Event()
 
-    async def load(self, parts: Sequence[Any], fields: Sequence[str]) -> Sequence[Any]:
+    async def prepare(self, text: str, parts: Sequence[Any], fields: Sequence[str]) -> Any:
         self.num_reading += 1
         if self.num_reading == self._waits_for:
             self._all.set()
@@ -267,7 +267,8 @@ class Reading:
         except anyio.get_cancelled_exc_class():
             self.cancelled.set()
             raise
-        return parts
+        # Far enough: the engine behind reads text.
+        raise InvalidRequest("media", text, f"nothing of {len(parts)}")
 
     async def until(self, num_reading: int) -> None:
         """Wait for so many requests."""
@@ -279,13 +280,7 @@ class Reading:
         def parse(part: Any, field: str) -> Any:
             return part
 
-        def encode(text: str, media: Sequence[Any]) -> Any:
-            # Far enough: the engine behind reads text.
-            raise InvalidRequest("media", text, f"nothing of {len(media)}")
-
-        return MediaInput(
-            kinds=frozenset(kinds or ("image",)), parse=parse, load=self.load, encode=encode
-        )
+        return MediaInput(kinds=frozenset(kinds or ("image",)), parse=parse, prepare=self.prepare)
 
 
 async def test_media_of_several_requests_are_read_at_once_and_text_does_not_wait(
@@ -341,6 +336,49 @@ async def test_media_that_take_longer_than_the_request_may_are_given_up(serve: A
         reply = await look(served, PART, timeout=0.05)
     assert reply.status_code == 504
     assert reading.cancelled.is_set()
+
+
+@needs_multimodal
+async def test_requests_wait_for_memory_and_one_that_needs_all_and_more_is_refused(
+    vlm: Path, tmp_path: Path
+) -> None:
+    pillow = pytest.importorskip("PIL.Image")
+    pillow.new("RGB", (80, 60), (250, 10, 10)).save(tmp_path / "red.png")
+    room = 2 * 80 * 60 * 3
+    media = MediaOptions(
+        allowed_local_media_path=(str(tmp_path),),
+        max_image_pixels=80 * 60,
+        max_loaded_media_bytes=room,
+    )
+    config = ServeConfig(model=ModelConfig(model=str(vlm)), media=media)
+    engine, takes = await anyio.to_thread.run_sync(compose.serving_engine, config)
+    app = create_app(engine, config, media=takes)
+    image = {"type": "image", "image": f"file://{tmp_path}/red.png"}
+    replies: list[httpx2.Response] = []
+
+    async with (
+        app.router.lifespan_context(app),
+        httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://test") as client,
+    ):
+
+        async def ask(num_images: int) -> httpx2.Response:
+            wire = {"messages": [{"role": "user", "content": [image] * num_images}]}
+            return await client.post("/v1/chat/completions", json={**wire, "max_tokens": 1})
+
+        async def ask_beside_others() -> None:
+            replies.append(await ask(2))
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(4):
+                tasks.start_soon(ask_beside_others)
+            refused = await ask(3)
+
+    assert [reply.status_code for reply in replies] == [200] * 4
+    status, _, message = error_of(refused)
+    assert status == 413
+    assert message.endswith(
+        f"decoded bytes: got {3 * 80 * 60 * 3}, expected at most {room} over all media of a request"
+    )
 
 
 @needs_multimodal

@@ -452,15 +452,11 @@ class Cache:
 
 
 async def test_vision_features_show_as_long_as_they_are_kept(serve: Any) -> None:
-    async def nothing(items: Any, names: Any) -> list[Any]:
-        return []
-
     cache = Cache()
     media = MediaInput(
         kinds=frozenset({"image", "audio"}),
         parse=lambda part, name: None,
-        load=nothing,
-        encode=lambda text, items: pytest.fail("nobody shows anything"),
+        prepare=lambda text, items, names: pytest.fail("nobody shows anything"),
         features=feature_figures(cache),
     )
     async with serve(media=lambda: media) as served:

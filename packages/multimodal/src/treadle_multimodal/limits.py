@@ -1,5 +1,6 @@
 """How much media a request may bring, and for how long it may be worked on."""
 
+import math
 from typing import assert_never
 
 from msgspec import Struct
@@ -41,6 +42,9 @@ class MediaLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         decode_seconds: For decoding one item.
         max_redirects: Redirects followed for one item.
         max_concurrent: Items that are fetched or decoded at one moment, over all requests.
+        max_loaded_bytes: Of all pixels and samples of all requests whose media are being loaded or
+            wait to be prepared; requests wait for room. While it is loaded, a request takes as
+            much as its items may have at most.
     """
 
     max_items: int = 32
@@ -60,6 +64,7 @@ class MediaLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     decode_seconds: float = 60.0
     max_redirects: int = 5
     max_concurrent: int = 4
+    max_loaded_bytes: int = 4096 * MIB
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -84,6 +89,7 @@ class MediaLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         _check_seconds("decode_seconds", self.decode_seconds)
         check_int("max_redirects", self.max_redirects, 0, 32)
         check_int("max_concurrent", self.max_concurrent, 1, 256)
+        check_int("max_loaded_bytes", self.max_loaded_bytes, 1, 2**40)
 
     def max_bytes(self, kind: Kind) -> int:
         """Most encoded bytes of one item."""
@@ -94,6 +100,18 @@ class MediaLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
                 return self.max_video_bytes
             case "audio":
                 return self.max_audio_bytes
+            case _:
+                assert_never(kind)
+
+    def max_decoded(self, kind: Kind, sample_rate: int) -> int:
+        """Most bytes of one item's pixels, or of its samples at a rate."""
+        match kind:
+            case "image":
+                return 3 * self.max_pixels
+            case "video":
+                return 3 * self.max_video_pixels
+            case "audio":
+                return math.ceil(4 * self.max_audio_seconds * sample_rate)
             case _:
                 assert_never(kind)
 

@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from threading import Lock
 from typing import TypeVar, assert_never
@@ -21,6 +22,7 @@ from treadle_multimodal.files import read_file
 from treadle_multimodal.images import convert_image, decode_image
 from treadle_multimodal.limits import MediaLimits
 from treadle_multimodal.media import Checkpoint, Claim, Media
+from treadle_multimodal.room import Room, Share
 from treadle_multimodal.sources import (
     Base64,
     Bytes,
@@ -57,6 +59,7 @@ class MediaLoader:
         self._config = config
         self._fetcher = fetcher or Fetcher(config.fetch, config.limits)
         self._clock = clock or SystemClock()
+        self._room = Room(config.limits.max_loaded_bytes)
         self._slots = anyio.CapacityLimiter(config.limits.max_concurrent)
         self._threads = anyio.CapacityLimiter(min(config.limits.max_concurrent, spare_cores()))
 
@@ -64,6 +67,9 @@ class MediaLoader:
         self, parts: Sequence[MediaPart], fields: Sequence[str] = ()
     ) -> tuple[Media, ...]:
         """The media of one request, in the order of ``parts``.
+
+        It waits until there is room for them beside those of other requests. They have it until
+        this returns: with :meth:`prepare`, until they are needed no more.
 
         The first item that fails ends the others. When this returns, raises or is cancelled,
         nothing of it runs any more.
@@ -75,10 +81,48 @@ class MediaLoader:
         Raises:
             MediaError: There are too many, or an item cannot be used; ``item`` then names it.
         """
-        limit = self._config.limits.max_items
-        if len(parts) > limit:
-            raise MediaTooLarge("media", f"{len(parts)} items", f"at most {limit} in a request")
-        budget = Budget(self._config.limits)
+        async with self._share(parts):
+            return await self._load(parts, fields, Budget(self._config.limits))
+
+    async def prepare(
+        self,
+        parts: Sequence[MediaPart],
+        work: Callable[[tuple[Media, ...]], _T],
+        fields: Sequence[str] = (),
+    ) -> _T:
+        """What becomes of the media of one request.
+
+        They have room beside those of other requests until ``work`` is through with them, which
+        runs in one of the threads that decode: all of it together leaves a core to the engine.
+
+        Args:
+            parts: What to load; see :meth:`load`.
+            work: Makes something of the media and does not keep them, such as a prompt.
+            fields: What the caller calls each in errors.
+
+        Raises:
+            MediaError: As :meth:`load`; also what ``work`` raises.
+        """
+        async with self._share(parts) as share:
+            budget = Budget(self._config.limits)
+            media = await self._load(parts, fields, budget)
+            share.shrink(budget.decoded)
+            return await self._in_thread(partial(work, media))
+
+    @asynccontextmanager
+    async def _share(self, parts: Sequence[MediaPart]) -> AsyncGenerator[Share]:
+        """Room for as much as the media of a request can be, whose sizes nobody knows yet."""
+        limits, rate = self._config.limits, self._config.audio_sample_rate
+        if len(parts) > limits.max_items:
+            most = f"at most {limits.max_items} in a request"
+            raise MediaTooLarge("media", f"{len(parts)} items", most)
+        largest = sum(limits.max_decoded(part.kind, rate) for part in parts)
+        async with self._room.share(min(largest, limits.max_decoded_bytes)) as share:
+            yield share
+
+    async def _load(
+        self, parts: Sequence[MediaPart], fields: Sequence[str], budget: "Budget"
+    ) -> tuple[Media, ...]:
         loaded: dict[int, Media] = {}
         failures: list[MediaError] = []
 
@@ -99,14 +143,6 @@ class MediaLoader:
         if failures:
             raise failures[0]
         return tuple(loaded[index] for index in range(len(parts)))
-
-    async def run(self, work: Callable[[], _T]) -> _T:
-        """Run other heavy work on media, such as preparing a prompt, in one of the same threads.
-
-        So that all of it together leaves a core to the engine. When this returns, raises or is
-        cancelled, it does not run any more.
-        """
-        return await self._in_thread(work)
 
     async def _load_part(self, part: MediaPart, budget: "Budget") -> Media:
         source = part.source
@@ -205,6 +241,11 @@ class Budget:
         self._decoded = 0
         self._lock = Lock()
 
+    @property
+    def decoded(self) -> int:
+        """Bytes of pixels and samples that were taken."""
+        return self._decoded
+
     def take_encoded(self, num_bytes: int) -> None:
         """Count bytes of files.
 
@@ -223,7 +264,9 @@ class Budget:
         """
         with self._lock:
             self._decoded += num_bytes
-            self._check("decoded bytes", self._decoded, self._limits.max_decoded_bytes)
+            # Such a request would have to wait for more room than there is.
+            most = min(self._limits.max_decoded_bytes, self._limits.max_loaded_bytes)
+            self._check("decoded bytes", self._decoded, most)
 
     def _check(self, field: str, taken: int, limit: int) -> None:
         if taken > limit:

@@ -5,7 +5,8 @@ can be read, and ``--offline`` set, before.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from treadle_core import AsyncEngine, Engine, EngineConfig, InvalidRequest, Unsu
 from treadle_core.drafting import DraftController, Drafter
 from treadle_core.ports import PrefixStore
 from treadle_server.cache_command import Care
-from treadle_server.media import FeatureFigures, Media, MediaInput, NoMedia
+from treadle_server.media import FeatureFigures, Media, MediaInput, MediaPrompt, NoMedia
 from treadle_server.saving import SavingStore
 from treadle_server.settings import (
     MEBIBYTE,
@@ -58,6 +59,7 @@ MEDIA_LIMITS = {
     "media_decode_seconds": "decode_seconds",
     "max_media_redirects": "max_redirects",
     "max_concurrent_media": "max_concurrent",
+    "max_loaded_media_bytes": "max_loaded_bytes",
 }
 MEDIA_POLICY = {
     "allow_http_media": "allow_http",
@@ -257,11 +259,15 @@ def load_with_media(options: Any, wanted: MediaOptions, max_draft_tokens: int) -
     hearing = preprocessor.family.hearing
     if hearing is not None:
         config = replace(config, audio_sample_rate=hearing.sample_rate)
+    loader = MediaLoader(config)
+
+    async def prepare(text: str, parts: Sequence[Any], fields: Sequence[str]) -> MediaPrompt:
+        return await loader.prepare(parts, partial(preprocessor.encode, text), fields)
+
     media = MediaInput(
         kinds=frozenset(preprocessor.kinds),
         parse=parse_part,
-        load=MediaLoader(config).load,
-        encode=preprocessor.encode,
+        prepare=prepare,
         features=feature_figures(loaded.model.features),
     )
     return loaded.base, media

@@ -57,20 +57,18 @@ class MediaInput(Struct, frozen=True, kw_only=True):
 
     Attributes:
         kinds: What the model takes, among ``image``, ``video`` and ``audio``.
-        parse: A content part of a request as what ``load`` takes; the second argument is its name
+        parse: A content part of a request as what ``prepare`` takes; the second argument is its name
             in errors. Raises InvalidRequest. Any thread may call it.
-        load: Fetches and decodes the media of one request, in order, in other threads than the
-            event loop's; the second argument names them in errors. Raises InvalidRequest. Nothing
-            of it runs any more after it has ended, by cancellation too.
-        encode: A rendered chat with its loaded media as a prompt. Raises InvalidRequest. It takes
-            a while: for worker threads.
+        prepare: A rendered chat with its media as a prompt: waits for memory, fetches, decodes and
+            encodes, in other threads than the event loop's. The second argument is what was
+            parsed, in order, the third names it in errors. Raises InvalidRequest. Nothing of it
+            runs any more after it has ended, by cancellation too.
         features: What is kept of what the encoder made. Any thread may call it.
     """
 
     kinds: frozenset[str]
     parse: Callable[[Mapping[str, object], str], Any]
-    load: Callable[[Sequence[Any], Sequence[str]], Awaitable[Sequence[Any]]]
-    encode: Callable[[str, Sequence[Any]], MediaPrompt]
+    prepare: Callable[[str, Sequence[Any], Sequence[str]], Awaitable[MediaPrompt]]
     features: Callable[[], FeatureFigures | None] = no_features
 
 

@@ -307,6 +307,11 @@ MEDIA_LIMITS = tuple(
         ("media_decode_seconds", "SECONDS", "until decoding an item fails (60)"),
         ("max_media_redirects", "N", "most redirects followed for an item (5)"),
         ("max_concurrent_media", "N", "most items fetched or decoded at once (4)"),
+        (
+            "max_loaded_media_bytes",
+            "BYTES",
+            "most bytes of pixels and samples of all requests that are read (4096 MiB)",
+        ),
         ("default_video_fps", "FPS", "frames taken per second of video (2)"),
         ("vision_cache_mb", "MB", "mebibytes of vision features that are kept (512)"),
     )

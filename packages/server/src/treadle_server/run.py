@@ -165,8 +165,7 @@ def media_prompt(tokenizer: ChatTokenizer, options: RunOptions, media: Media) ->
         media.parse({"type": kind, kind: location(kind, place)}, f"--{kind}")
         for kind, place in options.media
     ]
-    loaded = anyio.run(media.load, parts, [f"--{kind}" for kind, _ in options.media])
-    return media.encode(text, loaded)
+    return anyio.run(media.prepare, text, parts, [f"--{kind}" for kind, _ in options.media])
 
 
 def location(kind: str, place: str) -> str:

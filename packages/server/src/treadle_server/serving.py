@@ -5,8 +5,6 @@ import uuid
 from collections.abc import Callable
 from typing import TypeVar
 
-import anyio
-
 from treadle_core import AsyncEngine, InvalidRequest, PromptTooLong
 from treadle_server.errors import UnknownModel
 from treadle_server.generation import Dispatcher
@@ -23,9 +21,6 @@ from treadle_server.tokenizer import (
 T = TypeVar("T")
 
 ANY_MODEL = "default"
-
-# Preparing a prompt with media takes memory while it runs, and most of it goes one after another.
-MAX_ENCODERS = 2
 
 
 class Serving:
@@ -47,7 +42,6 @@ class Serving:
         self.created = int(time.time())
         self._workers = TextWorkers()
         self._media = media
-        self._encoders = anyio.CapacityLimiter(MAX_ENCODERS)
         self._token_names: TokenNames | None = None
 
     @property
@@ -146,13 +140,6 @@ class Serving:
     async def text_work(self, function: Callable[[], T]) -> T:
         """The result of rendering or tokenising, done in a worker thread."""
         return await self._workers.run(function)
-
-    async def media_work(self, function: Callable[[], T]) -> T:
-        """The result of preparing media, done in a worker thread.
-
-        It is waited for even if the caller is cancelled: until then its memory counts.
-        """
-        return await anyio.to_thread.run_sync(function, limiter=self._encoders)
 
 
 def new_id(prefix: str) -> str:

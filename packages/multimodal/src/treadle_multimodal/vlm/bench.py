@@ -96,9 +96,8 @@ class Bench:
         assert self._loaded is not None, "not opened"
         preprocessor = self._loaded.preprocessor
         parts = [MediaPart(kind="image", source=Bytes(data=data)) for data in images]
-        media = await self._media.load(parts)
         text = preprocessor.render(messages)
-        prompt = await self._media.run(partial(preprocessor.encode, text, media))
+        prompt = await self._media.prepare(parts, partial(preprocessor.encode, text))
         return Request(
             id=str(next(self._ids)),
             prompt=prompt.tokens,

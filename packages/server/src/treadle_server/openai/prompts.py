@@ -96,8 +96,7 @@ async def media_prompt(
         return text, wanted
 
     text, wanted = await serving.text_work(prepare)
-    loaded = await media.load(wanted, [where for where, _ in parts])
-    prompt = await serving.media_work(lambda: media.encode(text, loaded))
+    prompt = await media.prepare(text, wanted, [where for where, _ in parts])
     tokens = serving.check_size("messages", prompt.tokens)
     made = Prompt(tokens=tokens, media=prompt.media, attachment=prompt)
     if not serving.keeps_checkpoints:
