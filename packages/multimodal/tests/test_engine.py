@@ -17,6 +17,7 @@ from treadle_core.mlx_runtime.load import LoadedModel, ModelOptions
 from treadle_core.mlx_runtime.open import open_engine
 from treadle_core.mlx_runtime.runner import ModelRunner
 from treadle_core.pacing import FixedChunk
+from treadle_core.ports import Observer
 from treadle_core.testing import RecordingStore
 from treadle_core.testing.drafting import (
     Continuation,
@@ -81,6 +82,7 @@ def expected_tokens(family: str, asked: tuple[str, tuple[Media, ...]]) -> tuple[
 def make_engine(
     family: str,
     store: RecordingStore | None = None,
+    observers: Sequence[Observer] = (),
     **config: Any,
 ) -> tuple[Engine, VlmModel]:
     target = loaded(family)
@@ -94,6 +96,7 @@ def make_engine(
         config=settings,
         chunk=FixedChunk(16),
         store=store,
+        observers=observers,
     )
     return engine, model
 

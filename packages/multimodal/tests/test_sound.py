@@ -1,8 +1,8 @@
 """Sound beside images and words: prepared, encoded and answered as by mlx-vlm."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -12,15 +12,15 @@ pytest.importorskip("treadle_multimodal", reason="the default environment leaves
 import mlx.core as mx
 from mlx_vlm.utils import prepare_inputs
 
-from treadle_core import Unsupported
-from treadle_core.testing import RecordingStore
+from treadle_core import Request, SamplingParams, Unsupported
+from treadle_core.testing import RecordingObserver, RecordingStore
 from treadle_multimodal import MediaError, MediaTooLarge, UnsupportedMedia
 from treadle_multimodal.families import make_family
 from treadle_multimodal.media import DecodedAudio, Media, make_audio
 from treadle_multimodal.prompt import EncodedPrompt
 from treadle_multimodal.vlm.model import VlmModel
 
-from .test_engine import UNCUT, answers, expected_tokens, make_engine, requested_as
+from .test_engine import NUM_TOKENS, UNCUT, answers, expected_tokens, make_engine, requested_as
 from .vlm import (
     HEARING,
     TOLERANCE,
@@ -74,6 +74,63 @@ def alone(family: str, clip: DecodedAudio) -> tuple[dict[str, Any], int]:
     made = prepare_inputs(preprocessor._processor, audio=[clip.samples], prompts=marker.text)
     arrays = {name: np.array(array) for name, array in made.items() if "feature" in name}
     return arrays, int((np.array(made["input_ids"]) == marker.placeholder).sum())
+
+
+def prepared(
+    family: str, messages: Sequence[Mapping[str, Any]], media: Sequence[Media]
+) -> EncodedPrompt:
+    """The prompt of a conversation."""
+    preprocessor = loaded(family).preprocessor
+    return preprocessor.encode(preprocessor.render(messages), media)
+
+
+class Turn(NamedTuple):
+    """An answer, and what it took.
+
+    Attributes:
+        tokens: Of the answer.
+        logits: Behind the prompt and behind each of them but the last.
+        prefilled: Positions of the prompt that were, in order.
+        encoded: How many sounds were.
+    """
+
+    tokens: tuple[int, ...]
+    logits: np.ndarray[Any, Any]
+    prefilled: list[int]
+    encoded: int
+
+
+class Conversation:
+    """Asks an engine one prompt after the other."""
+
+    def __init__(self, family: str, store: RecordingStore) -> None:
+        self._observer = RecordingObserver()
+        self._engine, self._model = make_engine(family, store, [self._observer])
+
+    def ask(self, prompt: EncodedPrompt) -> Turn:
+        logits = list[np.ndarray[Any, Any]]()
+
+        def record(_: Any, row: Any) -> Any:
+            logits.append(np.array(row).reshape(-1))
+            return row
+
+        request = Request(
+            id="turn",
+            prompt=prompt.tokens,
+            params=SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True),
+            logits_processors=(record,),
+            media=prompt.media,
+            attachment=prompt,
+        )
+        steps, misses = len(self._observer.steps), self._model.features.stats().misses
+        (tokens,) = answers(self._engine, [request]).values()
+        parts = [part for plan, _ in self._observer.steps[steps:] for part in plan.prefills]
+        return Turn(
+            tokens=tokens,
+            logits=np.stack(logits),
+            prefilled=[part.start + index for part in parts for index in range(len(part.tokens))],
+            encoded=self._model.features.stats().misses - misses,
+        )
 
 
 class TestPrepared:
@@ -248,24 +305,38 @@ class TestEngine:
             assert until_sound == prompt.segments[0].start
         assert model.features.stats().misses == 2
 
-    def test_a_conversation_that_grows_by_a_longer_sound_prefills_only_that(self) -> None:
+    @every_family
+    def test_a_conversation_that_grows_by_a_longer_sound_prefills_only_that(
+        self, family: str
+    ) -> None:
         """Prepared beside the longer one, the first would have other features at its end."""
-        family, store = "qwen3_omni_moe", RecordingStore()
-        engine, model = make_engine(family, store)
-        first, second = sound(1, 9_200), sound(2, 2 * SECOND)
-        turns: list[Sequence[Media]] = [(first,), (first, second)]
-
-        found = [
-            answers(engine, [requested_as(family, f"{len(media)}", ("", tuple(media)))])
-            for media in turns
+        store, first, second = RecordingStore(), sound(1, 9_200), sound(2, 2 * SECOND)
+        told = [
+            {"role": "user", "content": [{"type": "audio"}, {"type": "text", "text": "what?"}]},
+            {"role": "assistant", "content": "noise"},
+            {"role": "user", "content": [{"type": "audio"}, {"type": "text", "text": "and now?"}]},
         ]
+        prompts = [
+            prepared(family, told[:1], (first,)),
+            prepared(family, told, (first, second)),
+        ]
+        known = len(prompts[0].tokens)
+        assert prompts[1].tokens[:known] == prompts[0].tokens
 
-        assert len(found) == 2
-        prompts = [encoded(family, "", media) for media in turns]
-        shared = prompts[1].segments[0].end
-        assert prompts[0].tokens[:shared] == prompts[1].tokens[:shared]
-        assert store.found[1] >= shared
-        assert model.features.stats().misses == 2
+        conversation = Conversation(family, store)
+        turns = [conversation.ask(prompt) for prompt in prompts]
+        cold = Conversation(family, RecordingStore()).ask(prompts[1])
+
+        nothing, reused = store.found
+        assert nothing == 0
+        # Where state cannot be cut, it is stored before the last token, whose logits are wanted.
+        assert reused == (known - 1 if family in UNCUT else known)
+        assert turns[0].prefilled == list(range(known - 1))
+        assert turns[1].prefilled == list(range(reused, len(prompts[1].tokens) - 1))
+        assert cold.prefilled == list(range(len(prompts[1].tokens) - 1))
+        assert [turn.encoded for turn in (*turns, cold)] == [1, 1, 2]
+        assert turns[1].tokens == cold.tokens
+        assert difference(turns[1].logits, cold.logits) < TOLERANCE
 
 
 class TestRefused:

@@ -61,6 +61,7 @@ OWN_FLAGS = {
     "media-decode-seconds",
     "max-media-redirects",
     "max-concurrent-media",
+    "max-loaded-media-bytes",
     "vision-cache-mb",
     "disable-media-fetch",
     "allow-http-media",
