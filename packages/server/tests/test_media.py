@@ -306,6 +306,51 @@ def test_requests_made_together_get_the_answers_of_each_alone(client: Client) ->
         assert ask(client, requests) == alone
 
 
+@pytest.fixture(scope="module")
+def guessing(
+    launch: Any, vlm: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Generator[httpx2.Client]:
+    """A server that guesses what comes next from what was said."""
+    pytest.importorskip("treadle_speculative", reason="treadle-speculative is not installed")
+    words = ["--speculative-method", "ngram", "--num-speculative-tokens", "3"]
+    log = tmp_path_factory.mktemp("log") / "stderr"
+    with (
+        launch(log, "--model", str(vlm), *words) as ready,
+        httpx2.Client(base_url=ready.url, timeout=30) as http,
+    ):
+        yield http
+
+
+@pytest.mark.timeout(120)
+def test_guessing_changes_no_answer_to_words_images_and_videos_in_one_batch(
+    client: Client, guessing: httpx2.Client
+) -> None:
+    sampled = {"temperature": 0.4, "seed": 3}
+    moving = {"type": "video_url", "video_url": {"url": uri(video(num_frames=6), "video/mp4")}}
+    words = "one two three one two three one two three one two"
+    asked: list[tuple[Any, dict[str, Any]]] = [
+        (user(words), {}),
+        (user(words, *shown(41)), {}),
+        (user(words, *shown(42, 41)), {}),
+        (user(words, *shown(43)), sampled),
+        (user(words, moving), {}),
+        (user("Tell me a story about a loom. " * 8), sampled),
+    ]
+    more = {"max_tokens": 48}
+    plain = [client.tokens(message, **fields, **more) for message, fields in asked]
+    guesser = Client(guessing)
+
+    alone = [guesser.tokens(message, **fields, **more) for message, fields in asked]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        together = list(pool.map(lambda each: guesser.tokens(each[0], **each[1], **more), asked))
+
+    assert alone == plain
+    assert together == plain
+    shown_to = guesser.post(asked[1][0], ignore_eos=True, **more).json()["usage"]
+    guesses = shown_to["completion_tokens_details"]["speculation"]
+    assert 0 < guesses["accepted"] < guesses["attempted"]
+
+
 def test_videos_are_seen_with_the_frames_that_the_request_asks_for(client: Client) -> None:
     part = {"type": "video_url", "video_url": {"url": uri(video(num_frames=8), "video/mp4")}}
     message = user("What happens?", part)
