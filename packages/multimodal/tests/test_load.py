@@ -461,12 +461,18 @@ async def test_a_failed_request_leaves_the_loader_usable() -> None:
     assert len(await shared.load([image_part(png())])) == 1
 
 
+class Ten:
+    """What takes ten bytes."""
+
+    nbytes = 10
+
+
 async def test_what_is_made_of_media_shares_the_threads_of_the_decoders() -> None:
     shared = MediaLoader(MultimodalConfig())
     lock, running, most = threading.Lock(), 0, 0
-    made: list[int] = []
+    done: list[int] = []
 
-    def work(number: int, media: tuple[Media, ...]) -> int:
+    def work(number: int, media: tuple[Media, ...]) -> Ten:
         nonlocal running, most
         with lock:
             running += 1
@@ -475,17 +481,18 @@ async def test_what_is_made_of_media_shares_the_threads_of_the_decoders() -> Non
         with lock:
             running -= 1
         assert media[0].digest == digests[number]
-        return number
+        return Ten()
 
     async def prepare(number: int) -> None:
-        made.append(await shared.prepare([image_part(png(seed=number))], partial(work, number)))
+        async with shared.prepare([image_part(png(seed=number))], partial(work, number)):
+            done.append(number)
 
     digests = [(await load_media([image_part(png(seed=n))]))[0].digest for n in range(8)]
     async with anyio.create_task_group() as tasks:
         for number in range(8):
             tasks.start_soon(prepare, number)
 
-    assert sorted(made) == list(range(8))
+    assert sorted(done) == list(range(8))
     assert most <= spare_cores()
 
 
@@ -504,20 +511,28 @@ class Held:
     def __init__(self, loader: MediaLoader) -> None:
         self.entered: list[int] = []
         self.done: list[int] = []
+        self.left = anyio.Event()
         self._loader = loader
         self._go = threading.Event()
 
     async def prepare(self, number: int, num_images: int = 1) -> None:
         parts = [image_part(png())] * num_images
-        self.done.append(await self._loader.prepare(parts, partial(self._work, number)))
+        async with self._loader.prepare(parts, partial(self._work, number)):
+            self.done.append(number)
+            await self.left.wait()
 
-    def _work(self, number: int, media: tuple[Media, ...]) -> int:
+    def _work(self, number: int, media: tuple[Media, ...]) -> Ten:
         self.entered.append(number)
         self._go.wait(10)
-        return number
+        return Ten()
 
     def go(self) -> None:
+        """Let them prepare their prompts, and use them."""
         self._go.set()
+
+    def leave(self) -> None:
+        """Let them go, and those that come."""
+        self.left.set()
 
 
 async def test_media_of_all_requests_have_so_much_room_until_they_are_prepared() -> None:
@@ -534,6 +549,7 @@ async def test_media_of_all_requests_have_so_much_room_until_they_are_prepared()
         assert loader._room.taken == 2 * IMAGE_BYTES
         assert len(held.entered) <= 2
         held.go()
+        held.leave()
 
     assert sorted(held.done) == [0, 1, 2, 3, 4]
     assert loader._room.taken == 0
@@ -571,6 +587,7 @@ async def test_a_request_that_fails_or_is_cancelled_leaves_its_room_to_others() 
             waiting.cancel_scope.cancel()
         await until(lambda: loader._room.taken == 2 * IMAGE_BYTES)
         held.go()
+        held.leave()
 
     assert sorted(held.done) == [0, 2]
     assert loader._room.taken == 0
@@ -583,7 +600,10 @@ async def test_what_an_item_does_not_take_of_its_most_is_given_back() -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(held.prepare, 0)
         await until(lambda: held.entered == [0])
-        taken = loader._room.taken
+        assert loader._room.taken == IMAGE_BYTES
         held.go()
+        await until(lambda: held.done == [0])
+        assert loader._room.taken == Ten.nbytes
+        held.leave()
 
-    assert taken == IMAGE_BYTES
+    assert loader._room.taken == 0

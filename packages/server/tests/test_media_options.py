@@ -2,7 +2,8 @@
 
 import json
 import wave
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -258,7 +259,10 @@ class Reading:
         self._waits_for = waits_for
         self._all = anyio.Event()
 
-    async def prepare(self, text: str, parts: Sequence[Any], fields: Sequence[str]) -> Any:
+    @asynccontextmanager
+    async def prepare(
+        self, text: str, parts: Sequence[Any], fields: Sequence[str]
+    ) -> AsyncGenerator[Any]:
         self.num_reading += 1
         if self.num_reading == self._waits_for:
             self._all.set()
@@ -267,8 +271,10 @@ class Reading:
         except anyio.get_cancelled_exc_class():
             self.cancelled.set()
             raise
-        # Far enough: the engine behind reads text.
-        raise InvalidRequest("media", text, f"nothing of {len(parts)}")
+        if parts:
+            # Far enough: the engine behind reads text.
+            raise InvalidRequest("media", text, f"nothing of {len(parts)}")
+        yield None
 
     async def until(self, num_reading: int) -> None:
         """Wait for so many requests."""
@@ -379,6 +385,62 @@ async def test_requests_wait_for_memory_and_one_that_needs_all_and_more_is_refus
     assert message.endswith(
         f"decoded bytes: got {3 * 80 * 60 * 3}, expected at most {room} over all media of a request"
     )
+
+
+@needs_multimodal
+async def test_the_memory_of_a_prompt_is_free_again_however_its_answer_ends(
+    vlm: Path, tmp_path: Path, visitor: Any
+) -> None:
+    """A prompt takes more than all that is there, so nobody's is read before it is given back."""
+    pillow = pytest.importorskip("PIL.Image")
+    pillow.new("RGB", (80, 60), (250, 10, 10)).save(tmp_path / "red.png")
+    media = MediaOptions(
+        allowed_local_media_path=(str(tmp_path),),
+        max_image_pixels=80 * 60,
+        max_loaded_media_bytes=80 * 60 * 3,
+    )
+    config = ServeConfig(model=ModelConfig(model=str(vlm)), media=media)
+    engine, takes = await anyio.to_thread.run_sync(compose.serving_engine, config)
+    app = create_app(engine, config, media=takes)
+    image = {"type": "image", "image": f"file://{tmp_path}/red.png"}
+    path = "/v1/chat/completions"
+
+    def wire(text: str = "look", **fields: Any) -> Any:
+        content = [image, {"type": "text", "text": text}]
+        more = {"max_tokens": 3, "ignore_eos": True, **fields}
+        return {"messages": [{"role": "user", "content": content}], **more}
+
+    async with (
+        app.router.lifespan_context(app),
+        httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://test") as client,
+    ):
+
+        async def ask(body: Any) -> int:
+            with anyio.fail_after(10):
+                return (await client.post(path, json=body)).status_code
+
+        assert await ask(wire()) == 200
+        assert await ask(wire(stream=True)) == 200
+        assert await ask(wire(n=2)) == 200
+        assert await ask(wire("x" * 10_000)) == 400  # too long for the context
+        assert await ask(wire(timeout=1e-3)) == 504
+        assert await ask(wire(top_k=-7)) == 400
+        guest = visitor(app, path, wire(stream=True, max_tokens=4000))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(guest.visit)
+            with anyio.fail_after(10):
+                while len(guest.messages) < 3:  # noqa: ASYNC110 — whatever it was sent
+                    await anyio.sleep(0.005)
+            waiting: list[int] = []
+
+            async def wait() -> None:
+                waiting.append(await ask(wire()))
+
+            tasks.start_soon(wait)
+            await anyio.sleep(0.1)
+            assert waiting == []
+            guest.leave()
+        assert waiting == [200]
 
 
 @needs_multimodal

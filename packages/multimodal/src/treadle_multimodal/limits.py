@@ -42,9 +42,10 @@ class MediaLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         decode_seconds: For decoding one item.
         max_redirects: Redirects followed for one item.
         max_concurrent: Items that are fetched or decoded at one moment, over all requests.
-        max_loaded_bytes: Of all pixels and samples of all requests whose media are being loaded or
-            wait to be prepared; requests wait for room. While it is loaded, a request takes as
-            much as its items may have at most.
+        max_loaded_bytes: Of the media of all requests that were not answered yet; others wait for
+            room. While they are loaded, they count as large as they may be, then as their pixels
+            and samples, and once they are prepared as what was made of them, which is not limited
+            alone: while that is more than there is room for, nobody else's are loaded.
     """
 
     max_items: int = 32

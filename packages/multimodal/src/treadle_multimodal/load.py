@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from threading import Lock
-from typing import TypeVar, assert_never
+from typing import Protocol, TypeVar, assert_never
 
 import anyio
 from anyio import from_thread, to_thread
@@ -35,7 +35,18 @@ from treadle_multimodal.sources import (
 )
 from treadle_multimodal.video import decode_video
 
+
+class Made(Protocol):
+    """What is made of media, such as a prompt."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        ...
+
+
 _T = TypeVar("_T")
+_Made = TypeVar("_Made", bound=Made)
 
 
 class MediaLoader:
@@ -69,7 +80,7 @@ class MediaLoader:
         """The media of one request, in the order of ``parts``.
 
         It waits until there is room for them beside those of other requests. They have it until
-        this returns: with :meth:`prepare`, until they are needed no more.
+        this returns; with :meth:`prepare`, longer.
 
         The first item that fails ends the others. When this returns, raises or is cancelled,
         nothing of it runs any more.
@@ -84,16 +95,18 @@ class MediaLoader:
         async with self._share(parts):
             return await self._load(parts, fields, Budget(self._config.limits))
 
+    @asynccontextmanager
     async def prepare(
         self,
         parts: Sequence[MediaPart],
-        work: Callable[[tuple[Media, ...]], _T],
+        work: Callable[[tuple[Media, ...]], _Made],
         fields: Sequence[str] = (),
-    ) -> _T:
-        """What becomes of the media of one request.
+    ) -> AsyncGenerator[_Made]:
+        """What becomes of the media of one request, for the body.
 
-        They have room beside those of other requests until ``work`` is through with them, which
-        runs in one of the threads that decode: all of it together leaves a core to the engine.
+        They have room beside those of other requests until ``work`` is through with them, and what
+        it made has room until the body ends. It runs in one of the threads that decode: all of it
+        together leaves a core to the engine.
 
         Args:
             parts: What to load; see :meth:`load`.
@@ -106,8 +119,11 @@ class MediaLoader:
         async with self._share(parts) as share:
             budget = Budget(self._config.limits)
             media = await self._load(parts, fields, budget)
-            share.shrink(budget.decoded)
-            return await self._in_thread(partial(work, media))
+            share.resize(budget.decoded)
+            made = await self._in_thread(partial(work, media))
+            del media
+            share.resize(made.nbytes)
+            yield made
 
     @asynccontextmanager
     async def _share(self, parts: Sequence[MediaPart]) -> AsyncGenerator[Share]:

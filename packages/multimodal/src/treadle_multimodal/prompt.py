@@ -77,6 +77,12 @@ class EncodedPrompt(Struct, frozen=True, kw_only=True, eq=False):
     blanks: tuple[int, ...] = ()
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays of its items; equal ones count once."""
+        items = {item.digest: item for item in self.items}.values()
+        return sum(array.nbytes for item in items for array in item.arrays.values())
+
+    @property
     def media(self) -> tuple[MediaSpan, ...]:
         """Its items as a key of stored prefixes names them."""
         return tuple(MediaSpan(part.start, part.length, part.digest) for part in self.segments)

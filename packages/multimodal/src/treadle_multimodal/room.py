@@ -20,9 +20,9 @@ class Share:
         self.admitted = anyio.Event()
         self._room = room
 
-    def shrink(self, num_bytes: int) -> None:
-        """Give back what is above ``num_bytes``."""
-        self._room.shrink(self, num_bytes)
+    def resize(self, num_bytes: int) -> None:
+        """Have so many bytes instead. While they are more than there is room for, nobody enters."""
+        self._room.resize(self, num_bytes)
 
 
 class Room:
@@ -65,12 +65,11 @@ class Room:
         finally:
             self._leave(share)
 
-    def shrink(self, share: Share, num_bytes: int) -> None:
-        """See :meth:`Share.shrink`."""
+    def resize(self, share: Share, num_bytes: int) -> None:
+        """See :meth:`Share.resize`."""
         assert share.admitted.is_set(), "it has nothing yet"
-        spare = max(0, share.num_bytes - num_bytes)
-        share.num_bytes -= spare
-        self._taken -= spare
+        self._taken += num_bytes - share.num_bytes
+        share.num_bytes = num_bytes
         self._admit()
 
     def _leave(self, share: Share) -> None:

@@ -6,6 +6,7 @@ can be read, and ``--offline`` set, before.
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -261,8 +262,10 @@ def load_with_media(options: Any, wanted: MediaOptions, max_draft_tokens: int) -
         config = replace(config, audio_sample_rate=hearing.sample_rate)
     loader = MediaLoader(config)
 
-    async def prepare(text: str, parts: Sequence[Any], fields: Sequence[str]) -> MediaPrompt:
-        return await loader.prepare(parts, partial(preprocessor.encode, text), fields)
+    def prepare(
+        text: str, parts: Sequence[Any], fields: Sequence[str]
+    ) -> AbstractAsyncContextManager[MediaPrompt]:
+        return loader.prepare(parts, partial(preprocessor.encode, text), fields)
 
     media = MediaInput(
         kinds=frozenset(preprocessor.kinds),

@@ -3,7 +3,8 @@
 The composition root provides it once the model is loaded, because it depends on the model.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -62,13 +63,14 @@ class MediaInput(Struct, frozen=True, kw_only=True):
         prepare: A rendered chat with its media as a prompt: waits for memory, fetches, decodes and
             encodes, in other threads than the event loop's. The second argument is what was
             parsed, in order, the third names it in errors. Raises InvalidRequest. Nothing of it
-            runs any more after it has ended, by cancellation too.
+            runs any more after it has ended, by cancellation too. The prompt's memory is given to
+            others when the body ends.
         features: What is kept of what the encoder made. Any thread may call it.
     """
 
     kinds: frozenset[str]
     parse: Callable[[Mapping[str, object], str], Any]
-    prepare: Callable[[str, Sequence[Any], Sequence[str]], Awaitable[MediaPrompt]]
+    prepare: Callable[[str, Sequence[Any], Sequence[str]], AbstractAsyncContextManager[MediaPrompt]]
     features: Callable[[], FeatureFigures | None] = no_features
 
 

@@ -310,7 +310,7 @@ MEDIA_LIMITS = tuple(
         (
             "max_loaded_media_bytes",
             "BYTES",
-            "most bytes of pixels and samples of all requests that are read (4096 MiB)",
+            "most bytes of media of all requests that are not answered yet (4096 MiB)",
         ),
         ("default_video_fps", "FPS", "frames taken per second of video (2)"),
         ("vision_cache_mb", "MB", "mebibytes of vision features that are kept (512)"),

@@ -165,7 +165,12 @@ def media_prompt(tokenizer: ChatTokenizer, options: RunOptions, media: Media) ->
         media.parse({"type": kind, kind: location(kind, place)}, f"--{kind}")
         for kind, place in options.media
     ]
-    return anyio.run(media.prepare, text, parts, [f"--{kind}" for kind, _ in options.media])
+
+    async def prepare() -> MediaPrompt:
+        async with media.prepare(text, parts, [f"--{kind}" for kind, _ in options.media]) as made:
+            return made
+
+    return anyio.run(prepare)
 
 
 def location(kind: str, place: str) -> str:

@@ -339,8 +339,7 @@ class MediaOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         media_decode_seconds: For decoding one item.
         max_media_redirects: Redirects followed for one item.
         max_concurrent_media: Items fetched or decoded at one moment, over all requests.
-        max_loaded_media_bytes: Of all pixels and samples of all requests whose media are being
-            read; others wait.
+        max_loaded_media_bytes: Of media of all requests that were not answered yet; others wait.
         default_video_fps: Frames per second taken from a video, where the request does not say.
         vision_cache_mb: Most mebibytes of vision features that are kept.
         disable_media_fetch: Fetch no URLs.

@@ -97,7 +97,8 @@ class Bench:
         preprocessor = self._loaded.preprocessor
         parts = [MediaPart(kind="image", source=Bytes(data=data)) for data in images]
         text = preprocessor.render(messages)
-        prompt = await self._media.prepare(parts, partial(preprocessor.encode, text))
+        async with self._media.prepare(parts, partial(preprocessor.encode, text)) as prompt:
+            pass  # no more requests come than there is room for
         return Request(
             id=str(next(self._ids)),
             prompt=prompt.tokens,

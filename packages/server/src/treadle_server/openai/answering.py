@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
@@ -78,6 +79,7 @@ class Answering(Response):
         usage: Whether a stream ends with token counts.
         interval: Tokens per chunk of a stream.
         heartbeat_seconds: After so long without a chunk, a stream gets a comment.
+        held: What the requests hold; closed when they have ended.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Answering(Response):
         usage: bool,
         interval: int,
         heartbeat_seconds: float,
+        held: AsyncExitStack,
     ) -> None:
         super().__init__()
         self._dispatcher = dispatcher
@@ -99,6 +102,7 @@ class Answering(Response):
         self._usage = usage
         self._interval = interval
         self._heartbeat = heartbeat_seconds
+        self._held = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Submit the requests and send what comes."""
@@ -110,8 +114,9 @@ class Answering(Response):
                 else:
                     await (await self._whole(events))(scope, receive, send)
 
-        if not await while_connected(receive, send, work):
-            logger.info("%s: the client left", self._requests[0].id)
+        async with self._held:
+            if not await while_connected(receive, send, work):
+                logger.info("%s: the client left", self._requests[0].id)
 
     async def _whole(self, events: MemoryObjectReceiveStream[Item]) -> Response:
         n = self._requests[0].n

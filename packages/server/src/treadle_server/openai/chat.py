@@ -1,5 +1,7 @@
 """``POST /v1/chat/completions``."""
 
+from contextlib import AsyncExitStack
+
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -39,11 +41,12 @@ class ChatCompletions:
         serving = self._serving
         wire = decode(CHAT, await read_body(http, serving.config.http.max_body_bytes))
         header = make_header(serving, wire, "chatcmpl")
-        request = await unless_left(http.receive, lambda: self._request(wire, header.id))
-        shape = ChatShape(header, serving.token_names, logprobs=request.params.logprobs)
-        return reply(serving, wire, [request], shape)
+        async with AsyncExitStack() as held:
+            request = await unless_left(http.receive, lambda: self._request(wire, header.id, held))
+            shape = ChatShape(header, serving.token_names, logprobs=request.params.logprobs)
+            return reply(serving, wire, [request], shape, held.pop_all())
 
-    async def _request(self, wire: ChatRequest, request_id: str) -> Request:
+    async def _request(self, wire: ChatRequest, request_id: str, held: AsyncExitStack) -> Request:
         serving, defaults = self._serving, self._serving.config.defaults
         check_offered(wire, priorities=serving.priorities)
         check_chat(wire)
@@ -52,7 +55,7 @@ class ChatCompletions:
         serving.check_answers("n", n)
         limit = TimeLimit(deadline(wire, defaults))
         with limit.preparing(request_id):
-            prompt = await chat_prompt(serving, wire)
+            prompt = await chat_prompt(serving, wire, held)
         return Request(
             id=request_id,
             prompt=prompt.tokens,

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 
 import anyio
 
@@ -70,9 +70,21 @@ def make_header(serving: Serving, wire: Generation, prefix: str) -> Header:
 
 
 def reply(
-    serving: Serving, wire: Generation, requests: Sequence[Request], shape: Shape
+    serving: Serving,
+    wire: Generation,
+    requests: Sequence[Request],
+    shape: Shape,
+    held: AsyncExitStack | None = None,
 ) -> Answering:
-    """The answers to ``requests``, whole or as the stream that the client asked for."""
+    """The answers to ``requests``, whole or as the stream that the client asked for.
+
+    Args:
+        serving: The engine and its settings.
+        wire: What the client asked for.
+        requests: One for each prompt.
+        shape: Writes the answers.
+        held: To be closed after the last of them.
+    """
     http = serving.config.http
     return Answering(
         serving.dispatcher,
@@ -82,4 +94,5 @@ def reply(
         usage=include_usage(wire),
         interval=http.stream_interval,
         heartbeat_seconds=http.heartbeat_seconds,
+        held=held or AsyncExitStack(),
     )

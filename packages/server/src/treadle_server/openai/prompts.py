@@ -1,6 +1,7 @@
 """From a chat to the prompt that the engine gets: the same for requests and for warm prompts."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 from msgspec import Struct
@@ -48,8 +49,13 @@ def template_arguments(serving: Serving, wire: ChatRequest) -> dict[str, Any]:
     return {**defaults, **(wire.chat_template_kwargs or {})}
 
 
-async def chat_prompt(serving: Serving, wire: ChatRequest) -> Prompt:
+async def chat_prompt(serving: Serving, wire: ChatRequest, held: AsyncExitStack) -> Prompt:
     """The prompt of a chat that was checked.
+
+    Args:
+        serving: The engine and its settings.
+        wire: The chat.
+        held: To be closed when the prompt is needed no more.
 
     Raises:
         InvalidRequest: A message has content that is not offered, or the prompt is too long.
@@ -57,7 +63,7 @@ async def chat_prompt(serving: Serving, wire: ChatRequest) -> Prompt:
     """
     parts = media_parts(wire)
     if parts:
-        return await media_prompt(serving, wire, parts)
+        return await media_prompt(serving, wire, parts, held)
     tokenizer, arguments = serving.prompt_tokenizer, template_arguments(serving, wire)
     rendered = await serving.text_work(lambda: render(tokenizer, wire, arguments))
     tokens = serving.check_size("messages", rendered)
@@ -73,7 +79,10 @@ async def chat_prompt(serving: Serving, wire: ChatRequest) -> Prompt:
 
 
 async def media_prompt(
-    serving: Serving, wire: ChatRequest, parts: Sequence[tuple[str, MediaPart]]
+    serving: Serving,
+    wire: ChatRequest,
+    parts: Sequence[tuple[str, MediaPart]],
+    held: AsyncExitStack,
 ) -> Prompt:
     """The prompt of a chat with media, which are fetched last, when all else is in order.
 
@@ -96,7 +105,8 @@ async def media_prompt(
         return text, wanted
 
     text, wanted = await serving.text_work(prepare)
-    prompt = await media.prepare(text, wanted, [where for where, _ in parts])
+    names = [where for where, _ in parts]
+    prompt = await held.enter_async_context(media.prepare(text, wanted, names))
     tokens = serving.check_size("messages", prompt.tokens)
     made = Prompt(tokens=tokens, media=prompt.media, attachment=prompt)
     if not serving.keeps_checkpoints:
@@ -154,7 +164,8 @@ async def warm_prompt(serving: Serving, wire: ChatRequest) -> Prompt:
     """
     messages = template_messages(wire)
     if messages[-1]["role"] in ("user", "tool"):
-        return await chat_prompt(serving, wire)
+        async with AsyncExitStack() as held:
+            return await chat_prompt(serving, wire, held)
     tokenizer, arguments = serving.prompt_tokenizer, template_arguments(serving, wire)
 
     def render_shared() -> tuple[int, ...]:
