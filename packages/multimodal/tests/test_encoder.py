@@ -44,7 +44,7 @@ from .vlm import (
     sound,
 )
 
-TILES = ("smolvlm", "idefics3")
+TILES = ("smolvlm", "idefics3", "internvl")
 JOINING = (*QWEN, *TILES, "gemma3", "gemma4")
 """Families of which several images go into one call."""
 

@@ -33,11 +33,14 @@ every_family = pytest.mark.parametrize("family", zoo.FAMILIES)
 
 SIZES = [(80, 60), (120, 50), (33, 200), (60, 60), (300, 40)]
 
-ITEM_AXIS = {"smolvlm": 1, "idefics3": 1}
+ITEM_AXIS = {"smolvlm": 1, "idefics3": 1, "internvl": 1}
 """Where arrays of several items are joined, unless it is the first axis."""
 
 
-UNREAD = {"mm_token_type_ids", "num_frames_per_video", "video_second_per_grid"}
+UNREAD = {
+    *("mm_token_type_ids", "num_frames_per_video", "video_second_per_grid"),
+    "image_token_index",
+}
 """What mlx-vlm's processors make, and its models, as they are loaded here, do not look at."""
 
 
@@ -272,9 +275,9 @@ class TestOptions:
     def test_a_checkpoint_of_another_family_is_refused_before_its_weights(
         self, tmp_path: Path
     ) -> None:
-        (tmp_path / "config.json").write_text('{"model_type": "llava"}')
+        (tmp_path / "config.json").write_text('{"model_type": "paligemma"}')
 
-        with pytest.raises(Unsupported, match="media input for llava has not been checked"):
+        with pytest.raises(Unsupported, match="media input for paligemma has not been checked"):
             load_vlm(ModelOptions(model=str(tmp_path)))
 
     def test_a_checkpoint_that_cannot_be_read_is_named(self, tmp_path: Path) -> None:
@@ -285,7 +288,20 @@ class TestOptions:
 
 
 class TestRefused:
-    @pytest.mark.parametrize("model_type", ["llava", "gemma3n", "paligemma", None])
+    @pytest.mark.parametrize(
+        ("model_type", "why"),
+        [
+            ("gemma3n", "the words around its media are embedded by its encoders"),
+            ("internvl_chat", "checkpoints of the newer format, internvl, are taken"),
+            ("llava", "processor for it fails"),
+            ("phi4mm", "changes all of its weights for prompts with media"),
+        ],
+    )
+    def test_a_family_that_cannot_be_taken(self, model_type: str, why: str) -> None:
+        with pytest.raises(Unsupported, match=rf"media input for {model_type}: .*{why}"):
+            Preprocessor({"model_type": model_type}, None)
+
+    @pytest.mark.parametrize("model_type", ["minicpmo", "paligemma", None])
     def test_a_family_that_was_not_checked(self, model_type: str | None) -> None:
         expected = rf"media input for {model_type} has not been checked.*checked are gemma3, gemma4, idefics3"
         with pytest.raises(Unsupported, match=expected):

@@ -65,6 +65,13 @@ def test_a_vision_model_that_cannot_be_used_as_one_says_what_to_do(seeing: Path)
 
 
 @needs_multimodal
+def test_a_vision_model_of_a_family_that_cannot_be_taken_says_why(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "phi4mm", "vision_config": {}}')
+    why = compose.why_text_only(str(tmp_path), MediaOptions())
+    assert why.startswith("phi4mm: mlx-vlm changes all of its weights for prompts with media")
+
+
+@needs_multimodal
 def test_a_vision_model_is_used_as_one_if_it_has_its_processor(vlm: Path, tmp_path: Path) -> None:
     assert compose.why_text_only(str(vlm), MediaOptions()) == ""
     for file in vlm.iterdir():

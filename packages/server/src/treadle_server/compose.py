@@ -210,9 +210,11 @@ def why_text_only(model: str | None, options: MediaOptions) -> str:
         return "text_only says so"
     if not is_installed("multimodal"):
         return needed("the model would take them, but that", "multimodal")
-    from treadle_multimodal.families import FAMILIES
+    from treadle_multimodal.families import FAMILIES, UNFIT
 
-    family = config.get("model_type")
+    family = str(config.get("model_type"))
+    if family in UNFIT:
+        return f"{family}: {UNFIT[family]}"
     if family not in FAMILIES:
         return f"{family} has not been checked with them; checked are {', '.join(FAMILIES)}"
     if not any(

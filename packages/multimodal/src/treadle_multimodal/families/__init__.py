@@ -7,6 +7,7 @@ from treadle_core import Unsupported
 from treadle_multimodal.families.base import Family
 from treadle_multimodal.families.gemma3 import Gemma3
 from treadle_multimodal.families.gemma4 import Gemma4
+from treadle_multimodal.families.internvl import InternVl
 from treadle_multimodal.families.pixtral import Pixtral
 from treadle_multimodal.families.qwen_vl import QwenVl
 from treadle_multimodal.families.smolvlm import SmolVlm
@@ -15,6 +16,7 @@ FAMILIES: dict[str, type[Family]] = {
     "gemma3": Gemma3,
     "gemma4": Gemma4,
     "idefics3": SmolVlm,
+    "internvl": InternVl,
     "mistral3": Pixtral,
     "pixtral": Pixtral,
     "qwen2_5_vl": QwenVl,
@@ -28,6 +30,17 @@ FAMILIES: dict[str, type[Family]] = {
 }
 """Families by the model type that a checkpoint's config names."""
 
+UNFIT: dict[str, str] = {
+    "gemma3n": "the words around its media are embedded by its encoders, which see media alone here",
+    "internvl_chat": (
+        "mlx-vlm writes its chats by a template of its own, not by the checkpoint's;"
+        " checkpoints of the newer format, internvl, are taken"
+    ),
+    "llava": "mlx-vlm's processor for it fails with the present transformers",
+    "phi4mm": "mlx-vlm changes all of its weights for prompts with media, so rows cannot share them",
+}
+"""Families that were looked at and cannot be taken, and why."""
+
 
 def check_family(config: Mapping[str, Any]) -> type[Family]:
     """The family of a checkpoint.
@@ -36,9 +49,11 @@ def check_family(config: Mapping[str, Any]) -> type[Family]:
         config: The checkpoint's, as its ``config.json`` has it.
 
     Raises:
-        Unsupported: Nobody has checked it.
+        Unsupported: It cannot be taken, or nobody has checked it.
     """
     model_type = str(config.get("model_type"))
+    if model_type in UNFIT:
+        raise Unsupported(f"media input for {model_type}: {UNFIT[model_type]}")
     family = FAMILIES.get(model_type)
     if family is None:
         raise Unsupported(
@@ -61,4 +76,4 @@ def make_family(config: Mapping[str, Any], processor: Any) -> Family:
     return check_family(config)(config, processor)
 
 
-__all__ = ["FAMILIES", "Family", "check_family", "make_family"]
+__all__ = ["FAMILIES", "UNFIT", "Family", "check_family", "make_family"]

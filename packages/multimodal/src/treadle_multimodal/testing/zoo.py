@@ -91,6 +91,7 @@ _TILES_TOKENS = (
     "<end_of_utterance>",
     *(f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)),
 )
+_INTERN_TOKENS = ("<img>", "</img>", "<IMG_CONTEXT>")
 _GEMMA3_TOKENS = ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
 _GEMMA4_TOKENS = (
     *("<|image>", "<|image|>", "<image|>"),
@@ -268,6 +269,33 @@ def _tiles_files(model_type: str, ids: dict[str, int], vocab_size: int) -> Files
         "config.json": config,
         "preprocessor_config.json": image,
         "processor_config.json": {**processor, "processor_class": f"{name}Processor"},
+    }
+
+
+def _internvl_files(ids: dict[str, int], vocab_size: int) -> Files:
+    side, patch = 56, 14
+    text = {**_TEXT, "model_type": "qwen3", "head_dim": 16, "rope_theta": 10000.0}
+    vision = {
+        **_VISION,
+        "model_type": "internvl_vision",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": [side, side],
+        "patch_size": [patch, patch],
+    }
+    config = {
+        "model_type": "internvl",
+        "text_config": {**text, "vocab_size": vocab_size, "tie_word_embeddings": False},
+        "vision_config": vision,
+        "vocab_size": vocab_size,
+        "downsample_ratio": 0.5,
+        "image_token_id": ids["<IMG_CONTEXT>"],
+        "max_dynamic_patch": 4,
+    }
+    processor = {"image_seq_length": (side // patch // 2) ** 2}
+    return {
+        "config.json": config,
+        "processor_config.json": {**processor, "processor_class": "InternVLProcessor"},
     }
 
 
@@ -454,6 +482,7 @@ _FAMILIES: dict[str, _Family] = {
         name: _Family(_PIXTRAL_TOKENS, {"image": "[IMG]"}, partial(_pixtral_files, name), {})
         for name in ("pixtral", "mistral3")
     },
+    "internvl": _Family(_INTERN_TOKENS, {"image": "<IMG_CONTEXT>"}, _internvl_files, {}),
     "gemma3": _Family(
         _GEMMA3_TOKENS,
         {"image": "<start_of_image>"},

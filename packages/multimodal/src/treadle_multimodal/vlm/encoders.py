@@ -233,6 +233,12 @@ CALLINGS: dict[str, Calling] = {
         layers=("vision_tower.encoder.layers", "audio_tower.layers"),
     ),
     "idefics3": TILES,
+    "internvl": Calling(
+        _run_whole,
+        cut=_along_second("pixel_values"),
+        axes={"pixel_values": 1},
+        layers=("vision_tower.encoder.layer",),
+    ),
     "mistral3": PIXTRAL,
     "pixtral": PIXTRAL,
     "qwen2_5_vl": QWEN,
