@@ -181,6 +181,17 @@ class TestPieces:
         assert call.advance()
         assert call.outputs[0][0, 2].item() == 4
 
+    def test_what_an_encoder_raises_comes_out_of_the_piece_that_it_was_in(self) -> None:
+        def run() -> tuple[mx.array, tuple[mx.array, ...]]:
+            call.stop(mx.ones(1))
+            raise ValueError("a broken layer")
+
+        call = Call(run)
+
+        assert not call.advance()
+        with pytest.raises(ValueError, match="a broken layer"):
+            call.advance()
+
     def test_a_model_s_parameters_keep_their_names(self, tmp_path: Path) -> None:
         model, _ = mlx_vlm.load(str(zoo.save_checkpoint("gemma4", tmp_path)))
         before = dict(tree_flatten(model.parameters()))
