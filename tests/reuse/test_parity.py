@@ -15,7 +15,7 @@ from treadle_core.mlx_runtime.runner import ModelRunner
 from treadle_core.plan import Open, Resize
 from treadle_core.ports import PrefixStore
 from treadle_core.prefix import PrefixKey
-from treadle_core.testing import zoo
+from treadle_core.testing import RecordingObserver, zoo
 
 from .harness import (
     BLOCK,
@@ -94,6 +94,29 @@ def test_a_warm_row_joins_rows_that_decode(family: str) -> None:
     assert session.check("warm", prompt, answer) > 0
     for id, (asked, given) in others.items():
         session.check(id, asked, given)
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_prompt_is_stored_whose_last_chunk_went_with_the_decode(*, joins: bool) -> None:
+    """Its row decodes in the same step, or waits for another chunk to come with its own."""
+    observer = RecordingObserver()
+    session = Session("llama", ram_store(), chunked_prefill_tokens=16)
+    session.engine.observe(observer)
+    running, answer = tokens(1, 12), tokens(2, 30)
+    session.add("running", running, answer)
+    session.run(until=lambda: len(session.logits["running"]) > 2)
+    prompts = [tokens(3, 41), tokens(4, 33)][: 1 + joins]
+    for number, prompt in enumerate(prompts):
+        session.add(f"cold {number}", prompt, tokens(5, 6))
+    session.run()
+
+    fused = {key[0] for plan, result in observer.steps if result.fused for key in plan.saved}
+    assert {f"cold {number}" for number in range(len(prompts))} <= fused
+    session.check("running", running, answer)
+    for number, prompt in enumerate(prompts):
+        session.check(f"cold {number}", prompt, tokens(5, 6))
+        warm = session.ask(f"warm {number}", prompt, tokens(5, 6))
+        assert warm == full_blocks(len(prompt) - 1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -225,15 +225,13 @@ def why_text_only(model: str | None, options: MediaOptions) -> str:
 
 
 def check_text_only(options: MediaOptions, why: str) -> None:
-    """Say which options mean nothing for a model that is used for text alone.
+    """Refuse options about media for a model that is used for text alone.
 
     Raises:
-        Unsupported: It was not to be used so.
+        Unsupported: One was given.
     """
-    if options.mllm:
-        raise Unsupported(f"mllm cannot be honoured, no media are taken: {why}")
     if options.said:
-        logger.warning("%s means nothing, no media are taken: %s", options.said[0], why)
+        raise Unsupported(f"{options.said[0]} cannot be honoured, no media are taken: {why}")
 
 
 def load_with_media(options: Any, wanted: MediaOptions, max_draft_tokens: int) -> tuple[Any, Media]:

@@ -238,10 +238,9 @@ class ModelRunner:
             # It may still be running: its end is where the first chunk begins.
             self._before.settle()
         started = self._stopwatch.now()
-        work, chunk, after = self._apart(plan)
+        work, chunk, promoted, saved = self._apart(plan)
         prefills, encodes = self._do_work(work)
-        # What is left only says which rows decode.
-        self._do_work(after)
+        self._do_work(promoted)
         if chunk is not None:
             choice = self._decode_beside(chunk, plan.decodes)
         else:
@@ -270,6 +269,10 @@ class ModelRunner:
             fused=chunk is not None,
             finish=finish,
         )
+        if saved:
+            # They are copied: nobody is told that this belongs to the chunk.
+            step.settle()
+            self._do_work(saved)
         self._before = step
         return step
 
@@ -291,17 +294,26 @@ class ModelRunner:
         self._model = self._tap = self._listener = None
         mx.clear_cache()
 
-    def _apart(self, plan: Plan) -> tuple[Sequence[Work], Prefill | None, Sequence[Work]]:
-        """The work before the chunk that goes together with the decode, it, and what follows it."""
+    def _apart(
+        self, plan: Plan
+    ) -> tuple[Sequence[Work], Prefill | None, Sequence[Promote], Sequence[Save]]:
+        """The work before the chunk that goes together with the decode, it, and what follows it.
+
+        What follows is which rows decode, and what is stored of rows. That can wait until the decode
+        is through: in models that fuse, it writes behind what is stored and changes nothing of it.
+        """
+        apart = plan.work, None, (), ()
         last = max((i for i, w in enumerate(plan.work) if isinstance(w, Prefill)), default=-1)
         if last < 0 or not plan.decodes or plan.has_drafts or not self._fuses:
-            return plan.work, None, ()
+            return apart
         chunk, after = plan.work[last], plan.work[last + 1 :]
         assert isinstance(chunk, Prefill)
-        # Anything else reads what the chunk writes.
-        if any(not isinstance(item, Promote) or item.row != item.to for item in after):
-            return plan.work, None, ()
-        return plan.work[:last], chunk, after
+        promoted = [item for item in after if isinstance(item, Promote) and item.row == item.to]
+        saved = [item for item in after if isinstance(item, Save)]
+        # Anything else reads what the chunk writes, or moves rows.
+        if len(promoted) + len(saved) < len(after):
+            return apart
+        return plan.work[:last], chunk, promoted, saved
 
     def _detach(self, key: Key) -> None:
         """A row leaves: what was kept for its prompt is not needed, unless another row has it."""

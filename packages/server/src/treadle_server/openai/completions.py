@@ -60,8 +60,8 @@ class Completions:
         prompts = split(wire.prompt)
         serving.check_answers("prompt", len(prompts) * n)
         tokenizer = serving.prompt_tokenizer
-        limit = deadline(wire, defaults)
-        with TimeLimit(limit).preparing(request_id):
+        limit = TimeLimit(deadline(wire, defaults))
+        with limit.preparing(request_id):
             encoded = await serving.text_work(lambda: list(encoded_all(tokenizer, prompts)))
         return [
             Request(
@@ -71,7 +71,7 @@ class Completions:
                 params=params,
                 n=n,
                 priority=wire.priority or 0,
-                deadline=limit,
+                deadline=limit.left,
             )
             for number, prompt in enumerate(encoded)
         ]
