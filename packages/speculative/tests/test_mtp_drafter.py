@@ -25,7 +25,7 @@ from treadle_core.mlx_runtime.runner import ModelRunner
 from treadle_core.mlx_runtime.split import SplitModel
 from treadle_core.pacing import FixedChunk
 from treadle_core.plan import Key, RowSetup
-from treadle_core.testing import RecordingStore, zoo
+from treadle_core.testing import RecordingStore, ScriptedConstraint, zoo
 from treadle_core.testing.drafting import DrafterContract, SteadyController, draft_row
 from treadle_speculative.mtp.drafter import MtpDrafter
 from treadle_speculative.mtp.head import MtpHead
@@ -142,6 +142,7 @@ def engine_of(
     k: int = 0,
     store: Any = None,
     controller: DraftController | None = None,
+    lossy: bool = False,
     **config: Any,
 ) -> Engine:
     """An engine over a model, with a drafter that listens, if there is one."""
@@ -162,6 +163,7 @@ def engine_of(
         store=store,
         drafter=drafter,
         controller=controller,
+        lossy=lossy,
     )
 
 
@@ -175,6 +177,35 @@ def requests(**changes: Any) -> list[Request]:
             params=SamplingParams(**{"max_tokens": 26 - i, **kind, **changes}),
         )
         for i, (length, kind) in enumerate(zip(LENGTHS, KINDS, strict=True))
+    ]
+
+
+def odd_places() -> ScriptedConstraint:
+    """At every other place a third of all tokens is allowed; the answer is complete after 17."""
+    allowed = [range(place % 3, zoo.VOCAB_SIZE, 3) if place % 2 else None for place in range(40)]
+    return ScriptedConstraint(allowed, complete_after=17, vocab_size=zoo.VOCAB_SIZE)
+
+
+def masked_requests() -> list[Request]:
+    """Rows that forbid tokens, penalise them, or see their logits changed, beside one that is free."""
+    ends = tuple(range(0, zoo.VOCAB_SIZE, 2))
+    kinds: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, {}),
+        ({}, {"constraint": odd_places}),
+        ({"temperature": 0.9, "seed": 4}, {"constraint": odd_places}),
+        ({"repetition_penalty": 1.4, "presence_penalty": 0.6}, {"constraint": odd_places}),
+        ({"min_tokens": 11, "stop_token_ids": ends, "logit_bias": {9: 2.0}}, {}),
+        ({"frequency_penalty": 0.5}, {"logits_processors": (lambda tokens, logits: -logits,)}),
+    ]
+    rng = random.Random(2)
+    return [
+        Request(
+            id=f"r{i}",
+            prompt=tuple(rng.randrange(256) for _ in range(length)),
+            params=SamplingParams(**{"temperature": 0.0, "max_tokens": 24, **params}),
+            **more,
+        )
+        for i, (length, (params, more)) in enumerate(zip(LENGTHS, kinds, strict=True))
     ]
 
 
@@ -212,7 +243,8 @@ def tokens_of(found: dict[str, Completion]) -> dict[str, Sequence[int]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "k"), [("llama", 1), ("llama", 5), ("deepseek_v3", 3), ("qwen3_5", 3)]
+    ("family", "k"),
+    [("llama", 1), ("llama", 5), ("deepseek_v3", 3), ("qwen3_5", 3), ("qwen3_next", 2)],
 )
 def test_rows_that_join_and_leave_get_their_plain_answers(family: str, k: int) -> None:
     base, head = pair(family)
@@ -285,8 +317,50 @@ def test_a_row_that_was_long_off_is_caught_up_with() -> None:
     assert max(waiting) <= 4 * 67 * base.hidden_size * 4
 
 
-def test_rows_that_are_aborted_leave_nothing_behind() -> None:
-    base, head = pair("llama")
+@pytest.mark.parametrize(("family", "k"), [("llama", 4), ("qwen3_next", 3)])
+def test_rows_that_forbid_tokens_get_their_plain_answers_too(family: str, k: int) -> None:
+    base, head = pair(family)
+    engine = engine_of(base, MtpDrafter(head, context_length=CONTEXT), k=k)
+
+    found = play(engine, masked_requests())
+
+    plainly = play(engine_of(base), masked_requests())
+    assert tokens_of(found) == tokens_of(plainly)
+    assert {name: each.reason for name, each in found.items()} == {
+        name: each.reason for name, each in plainly.items()
+    }
+    drafts = [found[f"r{i}"].usage.drafts for i in range(6)]
+    # What they forbid is never accepted, and what they allow is.
+    assert all(each.accepted > 0 and each.rejected > 0 for each in drafts[1:4])
+    assert drafts[5].attempted == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_lossy_rows_still_forbid_what_they_forbid(family: str) -> None:
+    base, _ = pair(family)
+    head = randomised(MtpHead(base), gain=4.0)
+    drafter = MtpDrafter(head, context_length=CONTEXT)
+    engine = engine_of(base, drafter, k=3, lossy=True)
+
+    found = play(engine, masked_requests())
+
+    free = found["r0"].usage.drafts
+    assert free.lossy == free.accepted == free.attempted > 10
+    assert 0 < found["r1"].usage.drafts.lossy < 0.5 * found["r1"].usage.drafts.attempted
+    for name in ("r1", "r2", "r3"):
+        tokens = found[name].tokens
+        assert len(tokens) == 17
+        assert [token % 3 for token in tokens[1::2]] == [place % 3 for place in range(1, 17, 2)]
+    assert all(token % 2 for token in found["r4"].tokens[:10])
+    assert len(found["r4"].tokens) >= 11
+    # Nobody drafts for it.
+    assert found["r5"].tokens == play(engine_of(base), masked_requests())["r5"].tokens
+    assert drafter.held_bytes == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_rows_that_are_aborted_leave_nothing_behind(family: str) -> None:
+    base, head = pair(family)
     drafter = Checked(MtpDrafter(head, context_length=CONTEXT), head)
     engine = engine_of(base, drafter, k=3)
 
@@ -297,25 +371,31 @@ def test_rows_that_are_aborted_leave_nothing_behind() -> None:
     found = play(engine, requests(), meanwhile=abort)
 
     for name in ("r2", "r3", "r4"):
-        assert found[name].tokens == plain("llama")[name]
+        assert found[name].tokens == plain(family)[name]
     assert found["r1"].reason == "abort"
     assert drafter.held_bytes == 0
 
 
-def test_rows_that_come_back_from_a_store_draft_on_with_what_the_head_has_heard() -> None:
+@pytest.mark.parametrize(
+    ("family", "memory", "num_tokens"), [("llama", 300_000, 40), ("qwen3_next", 350_000, 130)]
+)
+def test_rows_that_come_back_from_a_store_draft_on_with_what_the_head_has_heard(
+    family: str, memory: int, num_tokens: int
+) -> None:
     """Memory for one long row: the others are preempted, their states stored, and restored."""
-    base, head = pair("llama")
-    drafter = Checked(MtpDrafter(head, context_length=CONTEXT), head, every=1)
+    base, head = pair(family)
+    drafter = Checked(MtpDrafter(head, context_length=CONTEXT), head, every=num_tokens // 20)
     store = RecordingStore()
-    engine = engine_of(base, drafter, k=3, store=store, kv_memory_bytes=300_000)
-    asked = requests(max_tokens=40)[:4]
+    engine = engine_of(base, drafter, k=3, store=store, kv_memory_bytes=memory)
+    asked = requests(max_tokens=num_tokens)[:4]
 
     found = play(engine, asked, every=1)
 
     assert tokens_of(found) == tokens_of(play(engine_of(base), asked))
     assert max(drafter.origins.values()) > 0
-    assert store.found
-    assert drafter.compared > 20
+    assert max(store.found) > 0
+    assert any(completion.usage.preemptions for completion in found.values())
+    assert drafter.compared > 10
 
 
 def test_what_is_stored_beside_drafts_is_exactly_what_plain_decoding_stores() -> None:
