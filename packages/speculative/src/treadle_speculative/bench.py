@@ -2,13 +2,15 @@
 
 On a CPU the model's weights are dequantised first, for both sides: MLX's quantised kernels there take
 as long for several tokens at once as one after the other, so that nothing could be gained. A draft
-model is taken as it is.
+model and a head are taken as they are.
 """
 
 import statistics
 import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 from treadle_core.engine import Engine, EngineConfig
 from treadle_core.events import DraftCounters, Event, Finished, TokenOut
@@ -16,13 +18,19 @@ from treadle_core.mlx_runtime.bench import dense, make_parser, run
 from treadle_core.mlx_runtime.load import (
     LoadedModel,
     ModelOptions,
+    checkpoint_folder,
     make_runner,
     read_checkpoint,
     resolve,
 )
 from treadle_core.mlx_runtime.tokenizer import ModelTokenizer
 from treadle_core.request import Request, SamplingParams
-from treadle_speculative.config import SpeculativeConfig, make_controller, make_drafter
+from treadle_speculative.config import (
+    Method,
+    SpeculativeConfig,
+    make_controller,
+    make_drafter,
+)
 
 ROWS = 8
 NUM_TOKENS = 64
@@ -48,22 +56,29 @@ CHAT = (
 Report = dict[str, Any]
 
 
+class Measured(NamedTuple):
+    """The model that is measured, its tokenizer, its config, and the folder that it came from."""
+
+    network: Any
+    tokenizer: ModelTokenizer
+    config: dict[str, Any]
+    folder: Path | None
+
+
 class Side:
     """One engine of a comparison, and what it did.
 
     Args:
-        model: The model, its tokenizer and its config.
+        model: The model.
         config: How it drafts.
     """
 
-    def __init__(
-        self, model: tuple[Any, ModelTokenizer, dict[str, Any]], config: SpeculativeConfig
-    ) -> None:
-        network, tokenizer, options = model
+    def __init__(self, model: Measured, config: SpeculativeConfig) -> None:
         controller = make_controller(config) if config.method != "off" else None
         longest = controller.max_tokens if controller is not None else 0
-        runner = make_runner(network, options, slack=longest)
-        drafter = make_drafter(config, LoadedModel("target", runner, tokenizer, options))
+        runner = make_runner(model.network, model.config, slack=longest)
+        loaded = LoadedModel("target", runner, model.tokenizer, model.config, model.folder)
+        drafter = make_drafter(config, loaded)
         self.engine = Engine(
             runner,
             config=EngineConfig(max_num_seqs=ROWS),
@@ -120,18 +135,21 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--draft-model", help="measure this draft model too, on the same tasks as n-grams"
     )
+    heads = parser.add_mutually_exclusive_group()
+    heads.add_argument(
+        "--mtp", action="store_true", help="measure the head in the model's own checkpoint too"
+    )
+    heads.add_argument("--mtp-head", help="measure the head in this directory too")
     options = parser.parse_args(argv)
-    drafted = [name for name in options.only or () if name.startswith("draft_model")]
-    if drafted and options.draft_model is None:
-        parser.error(f"{drafted[0]} needs --draft-model")
+    methods = methods_of(options)
+    for name in options.only or ():
+        if not name.startswith(tuple(methods)):
+            parser.error(f"{name} needs {NEEDED[name.rsplit('_', 2)[0]]}")
     reference = resolve(options.model)
     network, wrapper, config = read_checkpoint(reference, ModelOptions(model=options.model))
-    model = (dense(network), ModelTokenizer(wrapper, config), config)
-    methods = {"ngram": SpeculativeConfig(method="ngram", num_tokens=options.num_tokens)}
-    if options.draft_model is not None:
-        methods["draft_model"] = SpeculativeConfig(
-            method="draft_model", model=options.draft_model, num_tokens=options.num_tokens
-        )
+    model = Measured(
+        dense(network), ModelTokenizer(wrapper, config), config, checkpoint_folder(reference)
+    )
     measured = {
         f"{method}_{task}": (drafting, make_work)
         for method, drafting in methods.items()
@@ -146,8 +164,22 @@ def main(argv: Sequence[str]) -> int:
     return run(measured, options.only, measure)
 
 
+def methods_of(options: Namespace) -> dict[str, SpeculativeConfig]:
+    """What is measured, by the first part of its name."""
+    given: dict[str, dict[str, Any]] = {"ngram": {}}
+    if options.draft_model is not None:
+        given["draft_model"] = {"model": options.draft_model}
+    if options.mtp or options.mtp_head is not None:
+        given["mtp"] = {"mtp_head": options.mtp_head}
+    num_tokens = options.num_tokens
+    return {
+        method: SpeculativeConfig(method=cast(Method, method), num_tokens=num_tokens, **more)
+        for method, more in given.items()
+    }
+
+
 def compare(
-    model: tuple[Any, ModelTokenizer, dict[str, Any]],
+    model: Measured,
     make_work: Callable[[ModelTokenizer], list[list[Request]]],
     drafting: SpeculativeConfig,
     repeat: int,
@@ -157,7 +189,7 @@ def compare(
     for turn in range(repeat + 1):
         # In turns, each first as often as the other: a machine gets slower as it gets warm.
         for name in sorted(sides, reverse=turn % 2 == 0):
-            for batch in make_work(model[1]):
+            for batch in make_work(model.tokenizer):
                 # In the first turn kernels are compiled and costs get known.
                 sides[name].run(batch, counts=turn > 0)
     plain, drafted = sides["plain"], sides["drafting"]
@@ -195,7 +227,8 @@ def copy_together(tokenizer: ModelTokenizer) -> list[list[Request]]:
 
 
 TASKS = {"copy_b1": copy_alone, "chat_b1": chat_alone, "copy_b8": copy_together}
-BENCHMARKS = tuple(f"{method}_{task}" for method in ("ngram", "draft_model") for task in TASKS)
+NEEDED = {"ngram": "nothing", "draft_model": "--draft-model", "mtp": "--mtp or --mtp-head"}
+BENCHMARKS = tuple(f"{method}_{task}" for method in NEEDED for task in TASKS)
 
 
 def _request(tokenizer: ModelTokenizer, id: str, text: str, params: SamplingParams) -> Request:
