@@ -116,6 +116,26 @@ def test_the_controller_hears_what_steps_take_and_nothing_of_prompts() -> None:
     assert [row.accepted for step in controller.steps for row in step.rows] == [0, 0]
 
 
+def test_rows_that_the_drafter_was_not_asked_for_are_told_apart() -> None:
+    class FirstOnly(SteadyController):
+        def limits(self, rows: Sequence[DraftRoom]) -> list[int]:
+            return [2 * (row.key[0] == "a") for row in rows]
+
+    controller = FirstOnly(2)
+    engine = engine_of(WrongDrafter(truth), controller)
+    engine.add(Request(id="b", prompt=(4, 5), params=SamplingParams(max_tokens=6)))
+
+    answer(engine, 6)
+
+    asked = {
+        (row.key[0], row.asked) for step in controller.steps if step.asked for row in step.rows
+    }
+    assert asked == {("a", True), ("b", False)}
+    total = engine.stats().drafts
+    assert total is not None
+    assert set(total.bypassed) == {"off", "no_room"}
+
+
 def test_a_step_that_fills_the_pipeline_is_not_measured() -> None:
     controller = Rhythm(1, True, False)
 

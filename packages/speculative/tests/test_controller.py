@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from treadle_core.drafting import DraftController, DraftRoom, Verified, VerifiedStep
 from treadle_core.errors import InvalidRequest
@@ -55,6 +56,8 @@ class Simulation:
         coverage: Probability that the drafter has something for a row.
         waiting: Seconds that a step without look-ahead takes longer.
         drafting: Seconds that a draft token takes, for all rows.
+        reading: Seconds that the drafter takes to read a row before it drafts for it.
+        piece: The most of it that it does at once.
         noise: Standard deviation of measured times; one in a hundred is three times too long.
         seed: Of everything random.
     """
@@ -68,6 +71,8 @@ class Simulation:
         coverage: float = 1.0,
         waiting: float = 0.0,
         drafting: float = 0.0,
+        reading: float = 0.0,
+        piece: float = float("inf"),
         noise: float = 0.1,
         seed: int = 0,
     ) -> None:
@@ -77,6 +82,8 @@ class Simulation:
         self.widths: list[int] = []
         self._cost, self._right, self._coverage = cost, right, coverage
         self._waiting, self._drafting, self._noise = waiting, drafting, noise
+        self._reading, self._piece = reading, piece
+        self._unread: dict[Key, float] = {}
         self._random = random.Random(seed)
 
     def run(self, keys: list[Key], steps: int) -> "Simulation":
@@ -84,16 +91,37 @@ class Simulation:
             self.step(keys)
         return self
 
-    def step(self, keys: list[Key]) -> None:
-        limits = self.controller.limits([DraftRoom(key, MOST) for key in keys])
+    def answer(self, num: int, length: int = 64, name: str = "r") -> "Simulation":
+        """So many rows together, each until it has its tokens."""
+        left = dict.fromkeys(keys_of(num, name), length)
+        while left:
+            rows = self.step(list(left), left)
+            for row in rows:
+                left[row.key] -= len(row.tokens)
+                if left[row.key] <= 0:
+                    del left[row.key]
+                    self.controller.leave(row.key)
+        return self
+
+    def step(self, keys: list[Key], left: dict[Key, int] | None = None) -> list[Verified]:
+        most = [MOST if left is None else min(MOST, left[key] - 1) for key in keys]
+        limits = self.controller.limits([DraftRoom(*pair) for pair in zip(keys, most, strict=True)])
         asked, lengths = any(limits), [0] * len(keys)
+        asking = {key for key, limit in zip(keys, limits, strict=True) if limit}
+        drafting, pending = self._read(asking)
         if asked:
-            found = [n if self._random.random() < self._coverage else 0 for n in limits]
+            found = [
+                n if key not in pending and self._random.random() < self._coverage else 0
+                for key, n in zip(keys, limits, strict=True)
+            ]
             rooms = [DraftRoom(key, n) for key, n in zip(keys, found, strict=True)]
             lengths = self.controller.settle(rooms)
-        drafting = self._drafting * max(limits)
+            drafting += self._drafting * max(limits) * (asking > pending)
         seconds = self._cost(len(keys), 1 + max(lengths)) + asked * self._waiting
-        rows = [self._verify(key, n) for key, n in zip(keys, lengths, strict=True)]
+        rows = [
+            replace(self._verify(key, n), asked=key in asking, pending=key in pending)
+            for key, n in zip(keys, lengths, strict=True)
+        ]
         self.seconds += seconds + drafting
         # What plain decoding of as many tokens takes, were they spread as evenly.
         tokens = sum(len(row.tokens) for row in rows)
@@ -108,6 +136,17 @@ class Simulation:
                 draft_seconds=drafting,
             )
         )
+        return rows
+
+    def _read(self, keys: set[Key]) -> tuple[float, set[Key]]:
+        """What reading takes in this step, and the rows that are not read to their end yet."""
+        total = 0.0
+        for key in sorted(keys):
+            lacking = self._unread.setdefault(key, self._reading)
+            seconds = min(lacking, self._piece - total)
+            self._unread[key] = lacking - seconds
+            total += seconds
+        return total, {key for key in keys if self._unread[key] > 1e-9}
 
     @property
     def gain(self) -> float:
@@ -256,6 +295,98 @@ def test_a_drafter_that_takes_little_is_asked_for_as_much_as_pays() -> None:
     best = best_gain(cost, 1, 0.8, drafting=drafting)
 
     assert run.run(keys_of(1), 400).gain > 0.92 * best
+
+
+def by_answer(run: Simulation, rows: int, num: int, **options: Any) -> list[float]:
+    """How much faster each of ``num`` rounds of answers is than plain decoding."""
+    gains: list[float] = []
+    for number in range(num):
+        plain, seconds = run.plain_seconds, run.seconds
+        run.answer(rows, name=f"answer{number}-", **options)
+        gains.append((run.plain_seconds - plain) / (run.seconds - seconds))
+    return gains
+
+
+@pytest.mark.parametrize("pieces", [1, 5])
+@pytest.mark.parametrize("reading", [0.25, 1.0, 4.0])
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("machine", ["cpu", "steep"])
+def test_a_drafter_that_is_always_wrong_and_has_to_read_costs_little(
+    machine: str, rows: int, reading: float, pieces: int
+) -> None:
+    """Answers of 64 tokens, prompts that take up to four steps each."""
+    cost = MACHINES[machine]
+    step = cost(rows, 1)
+    run = Simulation(
+        AdaptiveController(),
+        cost,
+        always(0.0),
+        waiting=0.01 * step,
+        drafting=0.05 * step,
+        reading=reading * step,
+        piece=reading * step / pieces,
+    )
+    gains = by_answer(run, rows, 10)
+
+    # What learning costs.
+    assert min(gains[:4]) > 0.84
+    # Reading one row is all that an answer loses, and few of them do.
+    assert min(gains[4:]) > 0.96 - reading / 64
+    assert sum(gains[4:]) / 6 > 0.98
+
+
+@pytest.mark.parametrize("reading", [16.0, 60.0])
+def test_long_prompts_are_not_read_to_their_end_to_learn_that_it_is_in_vain(reading: float) -> None:
+    step = cpu(8, 1)
+    run = Simulation(AdaptiveController(), cpu, always(0.0), reading=reading * step, piece=4 * step)
+    gains = by_answer(run, 8, 10)
+
+    assert min(gains) > 0.6
+    assert sum(gains) / 10 > 0.94
+    assert sum(gains[4:]) / 6 > 0.98
+
+
+@pytest.mark.parametrize(
+    ("rows", "reading", "least"), [(1, 1.0, 2.2), (1, 4.0, 1.9), (8, 0.25, 1.5), (8, 1.0, 1.3)]
+)
+@pytest.mark.parametrize("pieces", [1, 5])
+def test_reading_is_not_taken_for_drafting(
+    rows: int, reading: float, least: float, pieces: int
+) -> None:
+    """It comes once, and drafts that are mostly right pay for it."""
+    step = cpu(rows, 1)
+    run = Simulation(
+        AdaptiveController(),
+        cpu,
+        always(0.8),
+        drafting=0.02 * step,
+        reading=reading * step,
+        piece=rows * reading * step / pieces,
+    )
+
+    gains = by_answer(run, rows, 8)
+
+    assert run.gain > least
+    assert min(gains[1:]) > 0.8 * least
+
+
+def test_reading_that_takes_more_than_it_saves_is_left() -> None:
+    """Drafts are mostly right, but half an answer's time goes by before the first."""
+    step = cpu(8, 1)
+    run = Simulation(AdaptiveController(), cpu, always(0.8), drafting=0.3 * step, reading=4 * step)
+
+    assert sum(by_answer(run, 8, 12)[4:]) / 8 > 0.97
+
+
+def test_a_row_that_copies_is_found_beside_one_that_does_not() -> None:
+    """Nothing is drafted for the first any more when the other joins."""
+    old, new = ("old", 0), ("new", 0)
+    run = Simulation(AdaptiveController(), flat, lambda key, step: 0.95 * (key == new))
+    run.run([old], 300)
+
+    run.run([old, new], 200)
+
+    assert max(run.controller.limits([DraftRoom(old, 0), DraftRoom(new, MOST)])) > 2
 
 
 def test_it_is_off_for_many_rows_and_on_for_few_of_them() -> None:

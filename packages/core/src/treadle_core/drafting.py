@@ -66,6 +66,7 @@ class Verified(Struct, frozen=True, kw_only=True):
         tokens: All tokens that the step added to the answer: the accepted ones, then usually one
             that the model chose itself. Fewer where the answer ended among them.
         pending: Whether the drafter was asked, and still works on the row.
+        asked: Whether the drafter was asked for the row, in a step that asked it at all.
     """
 
     key: Key
@@ -73,6 +74,7 @@ class Verified(Struct, frozen=True, kw_only=True):
     accepted: int
     tokens: tuple[int, ...]
     pending: bool = False
+    asked: bool = True
 
 
 class VerifiedStep(Struct, frozen=True, kw_only=True):

@@ -24,7 +24,7 @@ class Asked(Struct, frozen=True, kw_only=True):
     """What a drafter was asked for a step.
 
     Attributes:
-        offered: Draft tokens that it had for each row.
+        offered: Draft tokens that it had for each row that it was asked for.
         drafts: As much of them as is to be verified, for rows that have any.
         pending: Rows that it still works on.
         seconds: What that took.
@@ -136,8 +136,9 @@ class Speculation:
         self._note_failure()
         pairs = zip(keys, proposals, strict=True)
         settled = [draft[:length] for draft, length in zip(tokens, lengths, strict=True)]
+        offered = zip(keys, map(len, tokens), limits, strict=True)
         return Asked(
-            offered=dict(zip(keys, map(len, tokens), strict=True)),
+            offered={key: length for key, length, limit in offered if limit},
             drafts={key: draft for key, draft in zip(keys, settled, strict=True) if draft},
             pending=frozenset(key for key, proposal in pairs if proposal.pending),
             seconds=self._clock.now() - started,
@@ -160,6 +161,7 @@ class Speculation:
             accepted=count_equal(taken, decode.draft),
             tokens=tuple(taken),
             pending=asked is not None and row.key in asked.pending,
+            asked=asked is not None and row.key in asked.offered,
         )
         if decode.draft:
             self._tally.add(row.key, count(verified, lossy=self._lossy))

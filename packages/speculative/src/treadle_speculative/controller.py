@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from msgspec import Struct
 
-from treadle_core.drafting import DraftRoom, VerifiedStep
+from treadle_core.drafting import DraftRoom, Verified, VerifiedStep
 from treadle_core.plan import Key
 from treadle_core.request import check_float, check_int
 from treadle_speculative.costs import StepCosts
@@ -27,8 +27,12 @@ LONGEST_WAIT = 32
 SOONEST_REFRESH = 8
 LATEST_REFRESH = 128
 MOST_TOKENS = 31
+ENOUGH = 4
+ASSUMED_TOKENS = 128.0
+LEARNING_STEPS = 32
 GRACE_STEPS = 64
 MOST_CREDIT_STEPS = 256
+DEAR_STEPS = 0.05
 
 
 class FixedController:
@@ -69,7 +73,8 @@ class ControllerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             decode kernel, and so costs little more than one.
         margin: Drafting has to promise at least this much more tokens per second, as a share:
             measured times are not exact.
-        probe_share: Most time that looking for a change may cost while drafting is off, as a share.
+        probe_share: Most time that looking for a change may cost while drafting is off, as a share; as
+            much again for reading rows where the drafter has to.
     """
 
     max_draft_tokens: int = 7
@@ -143,6 +148,54 @@ class Prospect(Struct, frozen=True):
         return min(self.most, width - 1)
 
 
+class Reading:
+    """What it takes to read a row before the first draft for it, and how long that is of use.
+
+    Both follow the recent past.
+
+    Attributes:
+        seconds: For reading one row.
+        tokens: That a row goes on for once it is read.
+        paid: Seconds that may be lost with reading where it promises nothing.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.tokens = ASSUMED_TOKENS
+        self.paid = 0.0
+        self._sum = self._num = 0.0
+        self._written = 0.0
+        self._lives = 1.0
+        self._began: dict[Key, float] = {}
+
+    def add(self, num: int, seconds: float) -> None:
+        """So many rows were read to their end, in the last of so many seconds."""
+        kept = KEPT_BY_ROW**num
+        self._sum = kept * self._sum + seconds
+        self._num = kept * self._num + num
+        self.seconds = self._sum / max(1.0, self._num)
+        self.paid = max(0.0, self.paid - seconds)
+
+    def pay(self, seconds: float) -> None:
+        """So much more may be lost, up to the reading of a row."""
+        self.paid = min(self.paid + seconds, self.seconds)
+
+    def write(self, tokens: float) -> None:
+        """Rows went on by so many tokens each."""
+        self._written += tokens
+
+    def begin(self, key: Key) -> None:
+        """A row is read."""
+        self._began[key] = self._written
+
+    def end(self, key: Key) -> None:
+        """A row is over; nothing if it was not read."""
+        began = self._began.pop(key, None)
+        if began is not None:
+            self._lives = KEPT_BY_ROW * self._lives + 1
+            self.tokens += (self._written - began - self.tokens) / self._lives
+
+
 class AdaptiveController:
     """Drafts as much as pays, for the rows that run now, by measured costs and acceptance.
 
@@ -152,7 +205,8 @@ class AdaptiveController:
 
     A drafter may have to read a row before it can draft for it. That is paid from what drafting has
     saved, a few seconds in advance: where prompts are long and answers short, rows that are new are
-    not begun any more.
+    not begun any more. As long as little is known of the drafter, few are begun, and where it promises
+    nothing, one at a time, as seldom as its reading takes long.
 
     Args:
         config: Options.
@@ -165,8 +219,10 @@ class AdaptiveController:
         self._rows: dict[Key, Acceptance] = {}
         self._steps_since_draft = 0
         self._wait = FIRST_WAIT
+        self._num_answers = 0
         self._credit = 0.0
-        self._catches_up = False
+        self._reading = Reading()
+        self._begun: frozenset[Key] = frozenset()
 
     @property
     def max_tokens(self) -> int:
@@ -176,24 +232,31 @@ class AdaptiveController:
     def limits(self, rows: Sequence[DraftRoom]) -> list[int]:
         """Drafts of the width that promises most; none where plain decoding does."""
         num = len(rows)
-        plain = self._costs.of(num, 0)
-        rows = self._affordable(rows, plain)
         if not any(row.most for row in rows):
             return [0] * num
-        prospects = [self._prospect(row) for row in rows]
-        width, gain = self._best_width(prospects, plain, drafted=False)
+        plain = self._costs.of(num, 0)
+        width, gain = self._best_width(self._prospects(rows), plain, drafted=False)
         if self._costs.plain_age(num) > self._refresh_after(gain):
             return [0] * num
+        unread = self._to_read(rows, plain, gain if width > 1 else 0.0)
+        read = [row if row.key in self._rows else DraftRoom(row.key, 0) for row in rows]
+        prospects = self._prospects(read)
+        if len(unread) < sum(1 for row in rows if row.most and row.key not in self._rows):
+            # Those that are left have to be worth a wider forward by themselves.
+            width, _ = self._best_width(prospects, plain, drafted=False)
         if width == 1 and self._probe_is_due(num):
             width = 2
-        return [prospect.length(width) for prospect in prospects]
+        return [
+            min(row.most, max(1, width - 1)) if row.key in unread else prospect.length(width)
+            for row, prospect in zip(rows, prospects, strict=True)
+        ]
 
     def settle(self, rows: Sequence[DraftRoom]) -> list[int]:
         """As much of the drafts as pays, now that they are there."""
         num = len(rows)
         if not any(row.most for row in rows):
             return [0] * num
-        prospects = [self._prospect(row) for row in rows]
+        prospects = self._prospects(rows)
         width, _ = self._best_width(prospects, self._costs.of(num, 1), drafted=True)
         if width == 1 and self._probe_is_due(num):
             width = 2
@@ -205,40 +268,84 @@ class AdaptiveController:
         self._costs.add(num, step.width if step.asked else 0, step.seconds)
         if not step.asked:
             self._steps_since_draft += 1
+            self._reading.write(1.0)
+            self._reading.pay(self._config.probe_share * step.seconds)
             self._earn(self._config.probe_share * step.seconds, num)
             return
-        pending = any(row.pending for row in step.rows)
-        self._balance(step, pending=pending)
+        self._balance(step)
+        self._learn_drafting(step)
         for row in step.rows:
-            if row.pending:
-                continue
-            if row.key not in self._rows:
-                seen = self._all
-                self._rows[row.key] = Acceptance(KEPT_BY_ROW, seen.rate, seen.coverage)
-            self._rows[row.key].add(row.drafted, row.accepted)
-            self._all.add(row.drafted, row.accepted)
-        depth = max((row.drafted for row in step.rows), default=0)
-        if depth and not pending:
-            self._costs.add_drafting(num, step.draft_seconds / depth)
-        if depth or not pending:
+            if row.asked and not row.pending:
+                self._learn_row(row)
+        self._begun = frozenset(row.key for row in step.rows if row.pending)
+        if not self._begun or any(row.drafted for row in step.rows):
             self._back_off(any(row.accepted for row in step.rows))
 
     def leave(self, key: Key) -> None:
         """Forget a row; what all have shown stays."""
         self._rows.pop(key, None)
+        self._reading.end(key)
 
-    def _affordable(self, rows: Sequence[DraftRoom], plain: float) -> Sequence[DraftRoom]:
-        """Rows without those that the drafter would first have to read, if that does not pay."""
-        if not self._catches_up or self._credit > -GRACE_STEPS * plain:
-            return rows
-        return [row if row.key in self._rows else DraftRoom(row.key, 0) for row in rows]
+    def _learn_row(self, row: Verified) -> None:
+        if row.key not in self._rows:
+            seen = self._all
+            self._rows[row.key] = Acceptance(KEPT_BY_ROW, seen.rate, seen.coverage)
+            self._reading.begin(row.key)
+        self._rows[row.key].add(row.drafted, row.accepted)
+        self._all.add(row.drafted, row.accepted)
+        self._num_answers += 1
 
-    def _balance(self, step: VerifiedStep, *, pending: bool) -> None:
+    def _learn_drafting(self, step: VerifiedStep) -> None:
+        """Tell what drafting takes from what reading new rows does, which comes but once."""
+        num = len(step.rows)
+        depth = max((row.drafted for row in step.rows), default=0)
+        unread = [row for row in step.rows if row.asked and row.key not in self._rows]
+        if unread:
+            read = sum(not row.pending for row in unread)
+            drafting = depth * self._costs.drafting(num)
+            self._reading.add(read, max(0.0, step.draft_seconds - drafting))
+        elif depth and not any(row.pending for row in step.rows):
+            self._costs.add_drafting(num, step.draft_seconds / depth)
+
+    def _to_read(self, rows: Sequence[DraftRoom], plain: float, gain: float) -> set[Key]:
+        """Rows that the drafter is asked for though it may have to read them first.
+
+        Args:
+            rows: The rows of the step.
+            plain: Seconds of the step without drafts.
+            gain: What drafting for all of them promises, as a share.
+        """
+        unread = [row for row in rows if row.most and row.key not in self._rows]
+        most = self._num_to_read(len(rows), plain, gain) if unread else 0
+        if most >= len(unread):
+            return {row.key for row in unread}
+        # What was begun is gone on with, and an answer that is nearly over is not worth it.
+        unread.sort(key=lambda row: (row.key not in self._begun, -row.most))
+        return {row.key for row in unread[:most]}
+
+    def _num_to_read(self, num: int, plain: float, gain: float) -> int:
+        """How many rows may be read: all where it pays, else as many as finding out may cost."""
+        reading, learning = self._reading, self._num_answers < ENOUGH
+        most = max(1, self._num_answers) if learning else num
+        grace = (LEARNING_STEPS if learning else GRACE_STEPS) * plain
+        dear = reading.seconds > DEAR_STEPS * plain
+        if dear and self._credit <= -grace:
+            return 0
+        saved = reading.tokens * plain * gain / (1 + gain) / num
+        if self._num_answers and saved > reading.seconds:
+            return most
+        if not self._probe_is_due(num):
+            return 0
+        if not dear:
+            return min(most, int(DEAR_STEPS * plain / reading.seconds) if reading.seconds else num)
+        return int(bool(self._begun) or reading.paid >= reading.seconds)
+
+    def _balance(self, step: VerifiedStep) -> None:
         """Set what a step saved against what it took, reading included."""
         num = len(step.rows)
-        self._catches_up |= pending
-        saved = sum(len(row.tokens) for row in step.rows) / max(1, num) * self._costs.of(num, 0)
-        self._earn(saved - step.seconds - step.draft_seconds, num)
+        tokens = sum(len(row.tokens) for row in step.rows) / max(1, num)
+        self._reading.write(tokens)
+        self._earn(tokens * self._costs.of(num, 0) - step.seconds - step.draft_seconds, num)
 
     def _earn(self, seconds: float, num: int) -> None:
         most = MOST_CREDIT_STEPS * self._costs.of(num, 0)
@@ -254,6 +361,8 @@ class AdaptiveController:
 
     def _probe_is_due(self, num: int) -> bool:
         """Whether enough steps went by without a draft that one more may be lost."""
+        if self._num_answers < ENOUGH:
+            return True
         plain = self._costs.of(num, 0)
         loss = self._costs.of(num, 2) + self._costs.drafting(num) - plain
         affordable = loss / (self._config.probe_share * plain) if plain else 0.0
@@ -301,6 +410,9 @@ class AdaptiveController:
             seconds += (width - 1) * self._costs.drafting(num)
             seconds += nobody * (self._costs.of(num, 1) - seconds)
         return tokens / max(seconds, 1e-9)
+
+    def _prospects(self, rows: Sequence[DraftRoom]) -> list[Prospect]:
+        return [self._prospect(row) for row in rows]
 
     def _prospect(self, row: DraftRoom) -> Prospect:
         known = self._rows.get(row.key, self._all)
