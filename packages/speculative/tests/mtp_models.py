@@ -2,6 +2,7 @@
 what such a head computes, written down from the publications with nothing of mlx-lm's models."""
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -208,36 +209,61 @@ def original_head(name: str, seed: int = 3) -> Tensors:
     return tensors | {family.layer + key: value for key, value in layer.items()}
 
 
-def write_original(name: str, folder: Path, tensors: Tensors | None = None) -> Path:
-    """A checkpoint's config and its head, as the family's authors publish them."""
+def write_original(name: str, folder: Path, *heads: Tensors) -> Path:
+    """A checkpoint's config and its heads (one by default), as the family's authors publish them."""
     family = FAMILIES[name]
-    tensors = original_head(name) if tensors is None else tensors
+    heads = heads or (original_head(name),)
+    stored: Tensors = {}
+    for place, tensors in enumerate(heads):
+        # The prefix or, where heads share what is around their layers, the layer counts them.
+        prefix = counted_on(family.prefix, place)
+        layer = family.layer if prefix != family.prefix else counted_on(family.layer, place)
+        for key, value in tensors.items():
+            behind = key.removeprefix(family.layer)
+            stored[prefix + (layer if key.startswith(family.layer) else "") + behind] = value
     if name.startswith("qwen"):
         # Their norms are stored less one.
-        tensors = {key: value - 1 if "norm" in key else value for key, value in tensors.items()}
+        stored = {key: value - 1 if "norm" in key else value for key, value in stored.items()}
     folder.mkdir(parents=True, exist_ok=True)
     mx.save_safetensors(
         str(folder / "model-mtp.safetensors"),
-        {family.prefix + key: mx.array(value) for key, value in tensors.items()},
+        {key: mx.array(value) for key, value in stored.items()},
         {"format": "pt"},
     )
     config = config_of(name)
     text = config.get("text_config", config)
-    text["mtp_num_hidden_layers" if name.startswith("qwen") else "num_nextn_predict_layers"] = 1
+    depth = "mtp_num_hidden_layers" if name.startswith("qwen") else "num_nextn_predict_layers"
+    text[depth] = len(heads)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
-def formula(name: str, hidden: np.ndarray, tokens: list[int]) -> np.ndarray:
+def counted_on(prefix: str, place: int) -> str:
+    """A prefix with its number so much higher, if it has one."""
+    return re.sub(r"\d+", lambda number: str(int(number.group()) + place), prefix)
+
+
+def second_head(name: str) -> Tensors:
+    """Another head; what Qwen's heads share is that of the first."""
+    family, first = FAMILIES[name], original_head(name)
+    second = original_head(name, seed=4)
+    shared = [key for key in first if family.layer and not key.startswith(family.layer)]
+    return second | {key: first[key] for key in shared}
+
+
+def formula(
+    name: str, hidden: np.ndarray, tokens: list[int], tensors: Tensors | None = None
+) -> np.ndarray:
     """Logits ``[L, vocab]`` of a family's original head.
 
     Args:
         name: The family.
         hidden: ``[L, hidden]``, the model's hidden states.
         tokens: The token behind each of them.
+        tensors: The head; by default the one that is written by default.
     """
     family, text, base = FAMILIES[name], sizes_of(name), base_of(name)
-    t, eps = original_head(name), text["rms_norm_eps"]
+    t, eps = tensors or original_head(name), text["rms_norm_eps"]
     embed_norm, hidden_norm, fuse, last = family.names
     e = rms(np.array(base.embedding.weight)[tokens], t[f"{embed_norm}.weight"], eps)
     h = rms(hidden, t[f"{hidden_norm}.weight"], eps)

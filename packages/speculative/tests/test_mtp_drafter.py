@@ -51,22 +51,28 @@ def pair(family: str) -> tuple[SplitModel, MtpHead]:
     return bigram(family, 0.02)
 
 
-def reference_draft(head: MtpHead, tokens: list[int], origin: int, num: int) -> list[int]:
-    """What a head says behind ``tokens``, computed from nothing, greedily.
+def reference_draft(
+    heads: Sequence[MtpHead], tokens: list[int], origin: int, num: int
+) -> list[int]:
+    """What heads say behind ``tokens``, computed from nothing, greedily.
 
     Args:
-        head: The head.
+        heads: The heads, in their order.
         tokens: Prompt and answer so far.
-        origin: The first position whose hidden state it is given.
+        origin: The first position whose hidden state the first is given.
         num: Tokens to draft.
     """
-    base, cache = head.base, head.new_cache()
+    base, head, cache = heads[0].base, heads[0], heads[0].new_cache()
     hidden = base.hidden(mx.array([tokens[:-1]]), base.new_cache())[:, origin:]
-    out = head(hidden, mx.array([tokens[origin + 1 :]]), cache)[:, -1:]
     found: list[int] = []
-    for _ in range(num):
-        found.append(int(mx.argmax(head.logits(out)[0, -1]).item()))
-        out = head(out, mx.array([[found[-1]]]), cache)
+    for place in range(num):
+        if place < len(heads):
+            head, cache = heads[place], heads[place].new_cache()
+            behind = [*tokens, *found][origin + 1 + place :]
+            hidden = head(hidden, mx.array([behind]), cache)
+        else:
+            hidden = head(hidden[:, -1:], mx.array([found[-1:]]), cache)
+        found.append(int(mx.argmax(head.logits(hidden)[0, -1]).item()))
     return found
 
 
@@ -75,7 +81,7 @@ class Checked:
 
     Args:
         inner: The drafter.
-        head: Its head.
+        heads: Its heads.
         every: Check the n-th proposals only.
 
     Attributes:
@@ -83,9 +89,9 @@ class Checked:
         origins: The first position that was heard of each row.
     """
 
-    def __init__(self, inner: MtpDrafter, head: MtpHead, every: int = 2) -> None:
+    def __init__(self, inner: MtpDrafter, *heads: MtpHead, every: int = 2) -> None:
         self._inner = inner
-        self._head = head
+        self._heads = heads
         self._every = every
         self._setups: dict[Key, RowSetup] = {}
         self._asked = 0
@@ -123,7 +129,7 @@ class Checked:
             if greedy and proposal.tokens and self._asked % self._every == 0:
                 tokens = [*setup.prompt, *setup.output]
                 origin = self.origins[room.key]
-                expected = reference_draft(self._head, tokens, origin, len(proposal.tokens))
+                expected = reference_draft(self._heads, tokens, origin, len(proposal.tokens))
                 assert list(proposal.tokens) == expected
                 self.compared += 1
         return found
@@ -308,13 +314,66 @@ def test_a_row_that_was_long_off_is_caught_up_with() -> None:
     found = play(
         engine,
         asked,
-        meanwhile=lambda _: waiting.append(sum(r.waiting_bytes for r in inner._rows.values())),
+        meanwhile=lambda _: waiting.append(
+            sum(row.waiting_bytes for rows in inner._rows.values() for row in rows)
+        ),
     )
 
     assert tokens_of(found) == tokens_of(play(whole, asked))
     assert drafter.compared >= 3
     # A step may be in flight whose tokens nobody has read.
     assert max(waiting) <= 4 * 67 * base.hidden_size * 4
+
+
+def several(family: str, num: int) -> tuple[SplitModel, list[MtpHead]]:
+    """A model, a head that is often right, and heads behind it that look at everything they saw."""
+    base, head = pair(family)
+    more = [bigram(family, 0.02)[1] for _ in range(num - 1)]
+    for place, each in enumerate(more, 1):
+        width = base.hidden_size
+        noise = mx.random.normal((width, 2 * width), key=mx.random.key(place)) * 0.4 * width**-0.5
+        each.fc.weight = each.fc.weight + noise
+    return base, [head, *more]
+
+
+@pytest.mark.parametrize(
+    ("family", "num", "k"), [("llama", 2, 5), ("llama", 4, 3), ("qwen3_5", 3, 4)]
+)
+def test_each_place_of_a_draft_has_its_own_head(family: str, num: int, k: int) -> None:
+    base, heads = several(family, num)
+    drafter = Checked(MtpDrafter(*heads, context_length=CONTEXT), *heads, every=1)
+    engine = engine_of(base, drafter, k=k)
+
+    found = play(engine, requests())
+
+    assert tokens_of(found) == plain(family)
+    assert drafter.compared > 20
+    total = engine.stats().drafts
+    assert total is not None
+    assert total.accepted > 20
+    assert total.rejected > 20
+    assert drafter.held_bytes == 0
+
+
+def test_several_heads_catch_up_with_a_row_that_was_off_or_came_from_a_store() -> None:
+    class Rarely(SteadyController):
+        def asks(self) -> bool:
+            return len(self.steps) % 30 >= 20
+
+    base, heads = several("llama", 3)
+    drafter = Checked(MtpDrafter(*heads, context_length=CONTEXT), *heads, every=1)
+    store = RecordingStore()
+    engine = engine_of(
+        base, drafter, k=4, store=store, controller=Rarely(4), kv_memory_bytes=350_000
+    )
+    asked = requests(max_tokens=70)[:4]
+
+    found = play(engine, asked, every=1)
+
+    assert tokens_of(found) == tokens_of(play(engine_of(base), asked))
+    assert max(store.found) > 0
+    assert max(drafter.origins.values()) > 0
+    assert drafter.compared > 10
 
 
 @pytest.mark.parametrize(("family", "k"), [("llama", 4), ("qwen3_next", 3)])
@@ -346,7 +405,7 @@ def test_lossy_rows_still_forbid_what_they_forbid(family: str) -> None:
 
     free = found["r0"].usage.drafts
     assert free.lossy == free.accepted == free.attempted > 10
-    assert 0 < found["r1"].usage.drafts.lossy < 0.5 * found["r1"].usage.drafts.attempted
+    assert 0 < found["r1"].usage.drafts.lossy < found["r1"].usage.drafts.attempted
     for name in ("r1", "r2", "r3"):
         tokens = found[name].tokens
         assert len(tokens) == 17

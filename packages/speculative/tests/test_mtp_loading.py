@@ -11,15 +11,15 @@ from treadle_core.testing import zoo
 from treadle_speculative.config import SpeculativeConfig, make_controller, make_drafter
 from treadle_speculative.mtp import save_head
 
-from .mtp_models import FAMILIES, bigram, original_head, write_original
+from .mtp_models import FAMILIES, bigram, original_head, second_head, write_original
 
 PROMPTS = ((1, 2, 3, 4, 5, 6, 7, 8, 9), (40, 41), (70, 71, 72, 73))
 
 
-def checkpoint(name: str, folder: Path) -> Path:
-    """A family's checkpoint with its head, as its authors publish it, but for the base's layout."""
+def checkpoint(name: str, folder: Path, num: int) -> Path:
+    """A family's checkpoint with its heads, as its authors publish it, but for the base's layout."""
     family = FAMILIES[name]
-    write_original(name, folder)
+    write_original(name, folder, *[original_head(name), second_head(name)][:num])
     return zoo.save_checkpoint(family.base, folder, **family.changes)
 
 
@@ -41,9 +41,11 @@ def answers(engine: Engine) -> dict[str, tuple[int, ...]]:
     return {key[0]: tuple(completion.tokens) for key, completion in collect(events).items()}
 
 
-@pytest.mark.parametrize("name", ["glm4_moe", "mimo"])
-def test_a_model_drafts_with_the_head_in_its_checkpoint(name: str, tmp_path: Path) -> None:
-    folder = checkpoint(name, tmp_path)
+@pytest.mark.parametrize(("name", "num"), [("glm4_moe", 1), ("mimo", 2)])
+def test_a_model_drafts_with_the_heads_in_its_checkpoint(
+    name: str, num: int, tmp_path: Path
+) -> None:
+    folder = checkpoint(name, tmp_path, num)
     engine = opened(folder, SpeculativeConfig(method="mtp", num_tokens=3))
 
     assert answers(engine) == answers(opened(folder))

@@ -16,7 +16,7 @@ from mlx_vlm.split_mtp import split_mtp
 from treadle_core.mlx_runtime.split import SplitModel
 from treadle_core.testing import zoo
 from treadle_speculative.mtp.head import MtpHead
-from treadle_speculative.mtp.native import find_head
+from treadle_speculative.mtp.native import find_heads
 
 from .mtp_models import (
     NEXT,
@@ -36,7 +36,7 @@ from .mtp_models import (
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
 def test_a_head_of_qwen_computes_what_mlx_vlm_does(name: str, tmp_path: Path) -> None:
     base = base_of(name)
-    head = find_head(write_original(name, tmp_path), base)
+    (head,) = find_heads(write_original(name, tmp_path), base)
     hidden = hidden_of(base)
     drafter: Any = load_drafter(str(tmp_path))[0]
     drafter.reset(base.model)
@@ -64,7 +64,7 @@ def test_a_head_of_glm_5_computes_what_mlx_vlm_does(tmp_path: Path) -> None:
     )
     hidden = hidden_of(base)
 
-    head = find_head(tmp_path, base)
+    (head,) = find_heads(tmp_path, base)
     drafter: Any = load_drafter(str(tmp_path))[0]
     drafter._input_embed = base.embedding
     drafter._cache = drafter.make_cache()
@@ -84,7 +84,7 @@ def test_a_head_that_mlx_vlm_split_off_is_the_original(name: str, tmp_path: Path
         write_original(name, source, rounded)
     split_mtp(str(source), str(tmp_path / "split"))
 
-    head, original = find_head(tmp_path / "split", base), find_head(source, base)
+    (head,), (original,) = find_heads(tmp_path / "split", base), find_heads(source, base)
 
     assert same(head, original)
 
@@ -94,7 +94,7 @@ def test_a_head_that_was_quantised_when_split_off_stays_so(tmp_path: Path) -> No
     source = write_original("qwen3_5_moe", tmp_path / "original")
     split_mtp(str(source), str(tmp_path / "split"), q_bits=8, q_group_size=32)
 
-    head, original = find_head(tmp_path / "split", base), find_head(source, base)
+    (head,), (original,) = find_heads(tmp_path / "split", base), find_heads(source, base)
 
     assert head.layers[0].self_attn.q_proj.bits == 8
     assert head.layers[0].mlp.switch_mlp.up_proj.group_size == 32

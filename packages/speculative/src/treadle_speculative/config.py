@@ -18,7 +18,7 @@ from treadle_speculative.controller import (
 from treadle_speculative.draft_model import DraftModelConfig, DraftModelDrafter
 from treadle_speculative.mtp.drafter import MtpDrafter
 from treadle_speculative.mtp.files import DESCRIPTION
-from treadle_speculative.mtp.native import find_head
+from treadle_speculative.mtp.native import find_heads
 from treadle_speculative.ngram import NgramConfig, NgramDrafter
 
 Method = Literal["off", "ngram", "draft_model", "mtp"]
@@ -119,10 +119,10 @@ def load_draft_model_drafter(config: SpeculativeConfig, target: LoadedModel) -> 
 
 
 def load_mtp_drafter(config: SpeculativeConfig, target: LoadedModel) -> MtpDrafter:
-    """A head over a model, which is told the model's hidden states from now on.
+    """Heads over a model, whose hidden states they are told from now on.
 
     Raises:
-        ModelLoadError: There is no head, or it does not fit.
+        ModelLoadError: There is no head, or one does not fit.
         Unsupported: The model cannot have one.
     """
     folder = target.folder if config.mtp_head is None else Path(config.mtp_head)
@@ -131,8 +131,8 @@ def load_mtp_drafter(config: SpeculativeConfig, target: LoadedModel) -> MtpDraft
     base = target.runner.split()
     # It takes reading every weight, and only heads that were made here name a model by it.
     named = (folder / DESCRIPTION).exists()
-    head = find_head(folder, base, fingerprint=target.runner.fingerprint if named else "")
-    drafter = MtpDrafter(head, context_length=target.runner.spec.context_length)
+    heads = find_heads(folder, base, fingerprint=target.runner.fingerprint if named else "")
+    drafter = MtpDrafter(*heads, context_length=target.runner.spec.context_length)
     target.runner.listen(drafter, base)
     return drafter
 

@@ -1,9 +1,11 @@
-"""The model's own head guesses what the model will say.
+"""The model's own heads guess what the model will say.
 
-The head is told the model's hidden states as they are computed and has a slot of its own for each
-row. When a row asks, the head sees the positions that were committed since, guesses the next
-token, and goes on from its own hidden state and guess. What it writes for guesses lies behind the
-row's length, so what is not kept is overwritten.
+The first head is told the model's hidden states as they are computed. When a row asks, it sees the
+positions that were committed since, and guesses the next token; each head behind it is given the
+hidden states that the one before it made, with the tokens one further on, and guesses one token
+more. Beyond the last, that one goes on from its own hidden state and guess. Each head has keys and
+values of its own, in one slot for each row. What they write for guesses lies behind what they have
+seen, so what is not kept is overwritten.
 
 Each token is drawn with the row's own parameters and with the noise of (seed, position), which the
 model chooses the token of that position with: where they think alike they choose alike, and the
@@ -11,7 +13,7 @@ answer stays that of plain decoding, token for token (:mod:`treadle_core.mlx_run
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from msgspec.structs import replace
@@ -39,20 +41,24 @@ WIDEST = 8
 TYPICAL_LENGTH = 4_096
 
 
+Rows = tuple[HeadRow, ...]
+"""A row as each head has it, in their order."""
+
+
 class MtpDrafter:
-    """Proposes what a head says, for all rows together. It has to be told hidden states.
+    """Proposes what heads say, for all rows together. It has to be told hidden states.
 
     Args:
-        head: The head, evaluated.
+        heads: The heads, evaluated, in their order.
         context_length: Most tokens of a row.
     """
 
-    def __init__(self, head: MtpHead, *, context_length: int) -> None:
-        self._head = head
+    def __init__(self, *heads: MtpHead, context_length: int) -> None:
+        self._heads = heads
         self._context_length = context_length
-        self._slots = HeadSlots(head, context_length=context_length)
-        self._sampler = Sampler(head.base.vocab_size)
-        self._rows: dict[Key, HeadRow] = {}
+        self._slots = HeadSlots(heads, context_length=context_length)
+        self._sampler = Sampler(heads[0].base.vocab_size)
+        self._rows: dict[Key, Rows] = {}
 
     @property
     def name(self) -> str:
@@ -62,7 +68,8 @@ class MtpDrafter:
     @property
     def held_bytes(self) -> int:
         """Its slots, and the hidden states that wait."""
-        return self._slots.allocated_bytes + sum(r.waiting_bytes for r in self._rows.values())
+        waiting = sum(row.waiting_bytes for rows in self._rows.values() for row in rows)
+        return self._slots.allocated_bytes + waiting
 
     def take_share(self, budget_bytes: int, spec: ModelSpec) -> int:
         """Take as much of the engine's KV budget as gives both room for as many tokens.
@@ -72,7 +79,9 @@ class MtpDrafter:
         """
         own = bytes_of(self._slots.layers, TYPICAL_LENGTH)
         share = budget_bytes * own // (own + bytes_of(spec.layers, TYPICAL_LENGTH))
-        self._slots = HeadSlots(self._head, context_length=self._context_length, budget_bytes=share)
+        self._slots = HeadSlots(
+            self._heads, context_length=self._context_length, budget_bytes=share
+        )
         return budget_bytes - share
 
     def join(self, setup: RowSetup) -> None:
@@ -82,7 +91,7 @@ class MtpDrafter:
         # Grammars and processors are where the answer is, not where the draft is: the verification
         # follows it with them.
         mine = replace(setup, params=params, constraint=None, processors=(), attachment=None)
-        self._rows[setup.key] = HeadRow(mine)
+        self._rows[setup.key] = tuple(HeadRow(mine, 1 + i) for i in range(len(self._heads)))
         self._sampler.join(mine)
 
     def leave(self, key: Key) -> None:
@@ -103,13 +112,18 @@ class MtpDrafter:
     def hear(self, states: HiddenStates) -> None:
         """Keep hidden states until the head sees them; many at once, such as a prompt's, now."""
         for lane, heard in enumerate(states.rows):
-            row = self._rows.get(heard.key)
-            if row is None:
+            rows = self._rows.get(heard.key)
+            if rows is None:
                 continue
             stop = heard.start + heard.num_tokens
-            row.hear(Piece(heard.start, stop, states.hidden, lane, 0))
-            if row.due >= MOST_WAITING:
-                self._see(heard.key, row, row.due)
+            rows[0].hear(Piece(heard.start, stop, states.hidden, lane, 0))
+            for row in rows[1:]:
+                if row.origin != rows[0].origin:
+                    # Their slots are one, and begin with the same position.
+                    row.begin(rows[0].origin)
+            for place, row in enumerate(rows):
+                if row.due >= MOST_WAITING:
+                    self._see(heard.key, place, row.due)
 
     def propose(self, rooms: Sequence[DraftRoom]) -> list[Proposal]:
         """Drafts for the rows whose last token the head can follow."""
@@ -122,17 +136,22 @@ class MtpDrafter:
             for room in rooms
         ]
 
+    def _first(self, key: Key) -> HeadRow:
+        """A row as the first head has it; the others follow."""
+        return self._rows[key][0]
+
     def _written(self, key: Key) -> int:
-        return self._rows[key].length
+        return self._first(key).length
 
     def _prepare(self, key: Key, most: int) -> bool:
-        """Whether the head can draft for a row, once it has seen the few positions that are due."""
-        row = self._rows[key]
-        if row.barred or not row.is_ready:
+        """Whether a draft can be made for a row, once the few positions are seen that are due."""
+        first = self._first(key)
+        if first.barred or not first.is_ready:
             return False
-        if row.due > WIDEST:
-            self._see(key, row, row.due - 1)
-        return not row.barred and self._reserve(key, row, most + WIDEST)
+        for place, row in enumerate(self._rows[key]):
+            if row.due > WIDEST:
+                self._see(key, place, row.due - 1)
+        return not first.barred and self._reserve(key, most + WIDEST)
 
     def _make_room(self, prepared: dict[Key, int]) -> dict[Key, int]:
         """Columns for all that is fed to the groups of these rows; the rows that are left.
@@ -143,58 +162,73 @@ class MtpDrafter:
         width = max(prepared.values(), default=0) + WIDEST
         done: set[Key] = set()
         while True:
-            ready = {key: most for key, most in prepared.items() if not self._rows[key].barred}
+            ready = {key: most for key, most in prepared.items() if not self._first(key).barred}
             groups = self._slots.groups_of(list(ready))
             fresh = [key for members in groups.values() for key in members if key not in done]
             if not fresh:
                 return ready
             for key in fresh:
-                self._reserve(key, self._rows[key], width)
+                self._reserve(key, width)
             done.update(fresh)
 
-    def _reserve(self, key: Key, row: HeadRow, more: int) -> bool:
+    def _reserve(self, key: Key, more: int) -> bool:
         """Columns behind those that are written; a row that finds none is given up."""
-        if self._slots.reserve(key, row.length + more, self._written):
+        # What is due of a head is up to as much more than of the one before it, and a guess.
+        more += (len(self._heads) - 1) * (WIDEST + 1)
+        if self._slots.reserve(key, self._written(key) + more, self._written):
             return True
         self._slots.release(key, self._written)
-        row.bar()
+        for row in self._rows[key]:
+            row.bar()
         return False
 
-    def _see(self, key: Key, row: HeadRow, num: int) -> None:
-        """Show the head a stretch of one row."""
-        if not self._reserve(key, row, max(num, row.total - row.seen) + WIDEST):
+    def _see(self, key: Key, place: int, num: int) -> None:
+        """Show a head a stretch of one row; the next one hears what it makes of it."""
+        row, first = self._rows[key][place], self._first(key)
+        if first.barred or not self._reserve(key, max(num, first.total - first.seen) + WIDEST):
             return
-        start, first = row.length, row.seen
+        start, seen = row.length, row.seen
         pieces = row.take(num)
         hidden = [
             p.hidden[p.lane : p.lane + 1, p.offset : p.offset + p.stop - p.start] for p in pieces
         ]
         joined = hidden[0] if len(hidden) == 1 else mx.concatenate(hidden, axis=1)
-        out = self._slots.feed_row(key, row.tokens(first + 1, row.seen + 1), joined, start)
+        tokens = row.tokens(seen + row.ahead, row.seen + row.ahead)
+        out = self._slots.feed_row(place, key, tokens, joined, start)
         row.tip = mx.contiguous(out[0, -1])
+        self._hand_on(key, place, Piece(seen, row.seen, out, 0, 0))
         # Now and not with the next proposal: what is left lazy keeps the model's arrays alive.
-        mx.async_eval(row.tip, self._slots.arrays())
+        mx.async_eval(row.tip, out, self._slots.arrays())
+
+    def _hand_on(self, key: Key, place: int, piece: Piece) -> None:
+        """The next head hears what one made of committed positions, if there is a next one."""
+        if place + 1 < len(self._heads) and piece.start < piece.stop:
+            self._rows[key][place + 1].hear(piece)
 
     def _draw(self, ready: dict[Key, int]) -> dict[Key, list[int]]:
         """Drafts of so many tokens for each row.
 
-        Each token is read before the next is computed: the head is so short that submitting further
+        Each token is read before the next is computed: a head is so short that submitting further
         steps would copy its buffers, which the one before still holds.
         """
         self._forget_drafts(ready)
         keys = tuple(ready)
         drafts: dict[Key, list[int]] = {key: [] for key in keys}
-        hidden = self._catch_up(keys)
+        guessed: dict[Key, Piece] = {}
+        hidden: dict[Key, mx.array] = {}
         for place in range(max(ready.values())):
-            if place:
-                hidden = self._go_on(keys, drafts, hidden, place - 1)
-            logits = self._head.logits(mx.stack([hidden[key] for key in keys]))
+            if place < len(self._heads):
+                hidden, guessed = self._next_head(place, keys, drafts, guessed)
+            else:
+                hidden = self._go_on(keys, drafts, hidden, place)
+            head = self._heads[min(place, len(self._heads) - 1)]
+            logits = head.logits(mx.stack([hidden[key] for key in keys]))
             decodes = [self._decode(key, drafts[key]) for key in keys]
             tokens = self._sampler.choose(logits, decodes).tokens
             mx.eval(tokens, list(hidden.values()), self._slots.arrays())
             if place == 0:
                 for key in keys:
-                    self._rows[key].tip = hidden[key]
+                    self._first(key).tip = hidden[key]
             chosen: Any = tokens.tolist()
             for key, token in zip(keys, chosen, strict=True):
                 drafts[key].append(token)
@@ -203,14 +237,14 @@ class MtpDrafter:
     def _forget_drafts(self, ready: dict[Key, int]) -> None:
         """Penalties count what was drawn; what was not accepted must count no more."""
         for key in ready:
-            setup = self._rows[key].setup
+            setup = self._first(key).setup
             if setup.params.has_penalties:
                 self._sampler.leave(key)
                 self._sampler.join(setup)
 
     def _decode(self, key: Key, draft: Sequence[int]) -> Decode:
         """What the next token of a row is drawn for, behind its draft so far."""
-        row = self._rows[key]
+        row = self._first(key)
         return Decode(
             key=key,
             group=0,
@@ -220,41 +254,83 @@ class MtpDrafter:
             token=None,
         )
 
-    def _catch_up(self, keys: Sequence[Key]) -> dict[Key, mx.array]:
-        """Show the head what is due of each row; what it makes of the last position of each."""
+    def _next_head(
+        self,
+        place: int,
+        keys: Sequence[Key],
+        drafts: dict[Key, list[int]],
+        guessed: dict[Key, Piece],
+    ) -> tuple[dict[Key, mx.array], dict[Key, Piece]]:
+        """Show a head what is due of each row, then what the guesses so far add.
+
+        Args:
+            place: Which head.
+            keys: The rows.
+            drafts: What was guessed of each: one token by each head before.
+            guessed: What the head before made of positions that wait for a guess with this one.
+
+        Returns:
+            What it makes of the last position of each row, and of all that a guess led to.
+        """
         found: dict[Key, mx.array] = {}
+        more: dict[Key, Piece] = {}
         for number, members in self._slots.groups_of(keys).items():
-            asking = set(keys) & set(members)
-            fresh = {key: self._rows[key].due for key in members if key in asking}
-            width = max(fresh.values())
-            if width:
-                found |= self._feed(number, members, fresh, width)
+            lanes: dict[Key, Stretch] = {
+                key: self._stretch(self._rows[key][place], drafts[key], guessed.get(key))
+                for key in members
+                if key in drafts
+            }
+            width = max(len(lane.tokens) for lane in lanes.values())
+            out = self._feed(place, number, members, lanes, width) if width else None
+            for row, key in enumerate(members):
+                lane = lanes.get(key)
+                if lane is None or out is None or not lane.tokens:
+                    continue
+                found[key] = out[row, len(lane.tokens) - 1]
+                seen = Piece(lane.start, lane.start + len(lane.tokens), out, row, 0)
+                self._hand_on(key, place, seen.cut(lane.start, lane.committed))
+                more[key] = seen.cut(lane.committed, seen.stop)
         for key in keys:
             if key not in found:
-                tip = self._rows[key].tip
+                assert place == 0, "every head but the first has a guess to see"
+                tip = self._first(key).tip
                 assert tip is not None, "a row that is ready has a tip"
                 found[key] = tip
-        return found
+        return found, more
+
+    def _stretch(self, row: HeadRow, draft: Sequence[int], guessed: Piece | None) -> "Stretch":
+        """All that a head has to see of a row; what is committed of it counts as seen."""
+        start = row.seen
+        pieces = [*row.take(row.due), *row.waiting()]
+        committed = row.seen
+        # The first head's guess is for the token behind the last position that was heard.
+        stop = row.total - 1
+        pieces = [piece.cut(start, stop) for piece in pieces if piece.start < stop]
+        if guessed is not None and guessed.start < stop:
+            pieces.append(guessed)
+        ahead = start + row.ahead
+        known = row.tokens(ahead, row.total)
+        tokens = [*known, *draft[max(0, ahead - row.total) :]][: stop - start]
+        return Stretch(start, committed, pieces, tokens)
 
     def _feed(
-        self, number: int, members: Sequence[Key], fresh: dict[Key, int], width: int
-    ) -> dict[Key, mx.array]:
-        """One forward over a group's rows: what is due of some, padding for the others."""
-        starts = [self._rows[key].length for key in members]
+        self,
+        place: int,
+        number: int,
+        members: Sequence[Key],
+        lanes: dict[Key, "Stretch"],
+        width: int,
+    ) -> mx.array:
+        """One forward of a head over a group's rows, with padding for those that see less."""
+        starts: list[int] = []
         tokens: list[list[int]] = []
-        lanes: list[list[Piece]] = []
         for key in members:
-            row, num = self._rows[key], fresh.get(key, 0)
-            first = row.seen
-            lanes.append(row.take(num))
-            known = row.tokens(first + 1, first + 1 + num)
-            tokens.append([*known, *[0] * (width - num)])
-        out = self._slots.feed(number, mx.array(tokens), _gathered(lanes, width), starts)
-        return {
-            key: out[place, fresh[key] - 1]
-            for place, key in enumerate(members)
-            if fresh.get(key, 0)
-        }
+            row, lane = self._rows[key][place], lanes.get(key)
+            starts.append(row.length if lane is None else lane.start - row.origin)
+            own = lane.tokens if lane is not None else []
+            tokens.append([*own, *[0] * (width - len(own))])
+        pieces = [lanes[key].pieces if key in lanes else [] for key in members]
+        return self._slots.feed(place, number, mx.array(tokens), _gathered(pieces, width), starts)
 
     def _go_on(
         self,
@@ -263,16 +339,39 @@ class MtpDrafter:
         hidden: dict[Key, mx.array],
         place: int,
     ) -> dict[Key, mx.array]:
-        """Feed the head its own guesses and hidden states."""
+        """Feed the last head its own guesses and hidden states."""
         found: dict[Key, mx.array] = {}
+        last = len(self._heads) - 1
         for number, members in self._slots.groups_of(keys).items():
             nothing = mx.zeros_like(next(iter(hidden.values())))
             given = mx.stack([hidden.get(key, nothing) for key in members])[:, None]
-            tokens = [[drafts[key][place] if key in drafts else 0] for key in members]
-            starts = [self._rows[key].length + place * (key in drafts) for key in members]
-            out = self._slots.feed(number, mx.array(tokens), given, starts)
+            tokens = [[drafts[key][-1] if key in drafts else 0] for key in members]
+            # Behind the last position that it was shown, which the first head has seen too.
+            starts = [
+                self._first(key).length + place - last - 1
+                if key in drafts
+                else self._rows[key][last].length
+                for key in members
+            ]
+            out = self._slots.feed(last, number, mx.array(tokens), given, starts)
             found |= {key: out[i, 0] for i, key in enumerate(members) if key in drafts}
         return found
+
+
+class Stretch(NamedTuple):
+    """Positions of a row that a head is shown.
+
+    Attributes:
+        start: The first.
+        committed: The first whose token is a guess.
+        pieces: Their hidden states.
+        tokens: The token that goes with each.
+    """
+
+    start: int
+    committed: int
+    pieces: list[Piece]
+    tokens: list[int]
 
 
 def _gathered(lanes: Sequence[Sequence[Piece]], width: int) -> mx.array:

@@ -22,19 +22,23 @@ from treadle_speculative.mtp.files import AFFINE, DESCRIPTION, fill, load_head, 
 from treadle_speculative.mtp.head import HeadForm, MtpHead
 
 BUFFERS = ("rotary_emb.inv_freq",)
+MOST_HEADS = 8
 SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads")
 EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.(weight|scales|biases)")
 
 
 class Layout(Struct, frozen=True, kw_only=True):
-    """Where the checkpoints of a family keep a head.
+    """Where the checkpoints of a family keep its heads.
+
+    Several heads guess a token each, one behind the other. Where ``prefix`` does not tell them apart,
+    they have decoder layers of their own and share the rest.
 
     Attributes:
-        prefix: What all of its tensors begin with; ``{layers}`` is the model's number of layers.
+        prefix: What all tensors of a head begin with; ``{i}`` is its number, ``{layer}`` the same
+            counted on from the model's layers.
         names: The modules of :class:`MtpHead`, by what they are called behind the prefix.
-        layer: What the tensors of its decoder layer begin with, behind the prefix; ``{i}`` is the
-            layer's number where there may be several.
-        depth: The key of the config that says how many layers there are; None is one.
+        layer: What the tensors of its decoder layer begin with, behind the prefix.
+        depth: The key of the config that says how many heads there are; None is one.
         hidden_first: See :class:`HeadForm`.
         zero_centred: Whether norms are stored less one, unless the file was made for mlx.
         like_base: Whether the layer's tensors have the form of the model's own layers in its original
@@ -72,7 +76,8 @@ QWEN_SPLIT = Layout(
     like_base=False,
 )
 NEXTN = Layout(
-    prefix="model.layers.{layers}.",
+    prefix="model.layers.{layer}.",
+    depth="num_nextn_predict_layers",
     names={
         "enorm": "norm_embed",
         "hnorm": "norm_hidden",
@@ -106,7 +111,8 @@ GLM_DSA_SPLIT = Layout(
     like_base=False,
 )
 MIMO = Layout(
-    prefix="model.mtp_layers.0.",
+    prefix="model.mtp_layers.{i}.",
+    depth="num_nextn_predict_layers",
     names={
         "token_layernorm": "norm_embed",
         "hidden_layernorm": "norm_hidden",
@@ -143,32 +149,54 @@ SPLIT_BASES = {
 }
 
 
-def find_head(folder: Path, base: SplitModel, *, fingerprint: str = "") -> MtpHead:
-    """The head in a folder, whatever wrote it, evaluated.
+def find_heads(folder: Path, base: SplitModel, *, fingerprint: str = "") -> list[MtpHead]:
+    """The heads in a folder, whatever wrote them, evaluated, in the order of the tokens they guess.
 
-    That may be a head that was saved by itself, one that mlx-vlm split off, or an original checkpoint
-    with everything. Where the model is quantised and the head is not, its layers are quantised like
+    That may be a head that was saved by itself, what mlx-vlm split off, or an original checkpoint
+    with everything. Where the model is quantised and a head is not, its layers are quantised like
     the model's.
 
     Args:
-        folder: Where it is.
-        base: The model that it is to draft for.
+        folder: Where they are.
+        base: The model that they are to draft for.
         fingerprint: That model's, where it is known.
 
     Raises:
-        ModelLoadError: There is none, it belongs to another model, or it does not fit.
+        ModelLoadError: There are none, they belong to another model, or one does not fit.
         Unsupported: Heads of the model's family are not known.
     """
     if not folder.is_dir():
         raise ModelLoadError(str(folder), "there is no such directory")
     if (folder / DESCRIPTION).exists():
-        return load_head(folder, base, fingerprint=fingerprint)
+        return [load_head(folder, base, fingerprint=fingerprint)]
     config = read_config(folder)
     layout = layout_of(folder, config, base)
     text: Any = config.get("text_config") or config
     check_sizes(folder, text, base)
-    tensors, made_for_mlx = read_tensors(folder, layout, text)
-    form, tensors = converted(folder, layout, text, tensors, base, made_for_mlx)
+    num = int(text.get(layout.depth) or 1) if layout.depth else 1
+    if num > MOST_HEADS:
+        raise ModelLoadError(
+            str(folder), f"its {layout.depth} is {num}, expected at most {MOST_HEADS}"
+        )
+    return [read_head(folder, layout, config, base, place, num) for place in range(num)]
+
+
+def read_head(
+    folder: Path,
+    layout: Layout,
+    config: dict[str, Any],
+    base: SplitModel,
+    place: int,
+    num: int,
+) -> MtpHead:
+    """One of a checkpoint's ``num`` heads, evaluated.
+
+    Raises:
+        ModelLoadError: It is not there, or does not fit.
+    """
+    prefix = layout.prefix.format(i=place, layer=len(base.layers) + place)
+    tensors, made_for_mlx = read_tensors(folder, prefix)
+    form, tensors = converted(folder, layout, tensors, base, made_for_mlx, place, num)
     head = MtpHead(base, form)
     quantised = any(name.endswith(".scales") for name in tensors)
     fill(head, tensors, str(folder), mode_of(config))
@@ -230,10 +258,8 @@ def check_sizes(folder: Path, text: dict[str, Any], base: SplitModel) -> None:
             )
 
 
-def read_tensors(
-    folder: Path, layout: Layout, text: dict[str, Any]
-) -> tuple[dict[str, mx.array], bool]:
-    """A head's tensors as they are called behind the layout's prefix, and who wrote them.
+def read_tensors(folder: Path, prefix: str) -> tuple[dict[str, mx.array], bool]:
+    """A head's tensors as they are called behind ``prefix``, and who wrote them.
 
     Returns:
         The tensors, not read yet, and whether the file was made for mlx.
@@ -241,7 +267,6 @@ def read_tensors(
     Raises:
         ModelLoadError: There are none, or a file cannot be read.
     """
-    prefix = layout.prefix.format(layers=text.get("num_hidden_layers"))
     tensors: dict[str, mx.array] = {}
     made_for_mlx = False
     for path in files_of(folder, prefix):
@@ -279,17 +304,17 @@ def files_of(folder: Path, prefix: str) -> list[Path]:
 def converted(
     folder: Path,
     layout: Layout,
-    text: dict[str, Any],
     tensors: dict[str, mx.array],
     base: SplitModel,
     made_for_mlx: bool,
+    place: int,
+    num: int,
 ) -> tuple[HeadForm, dict[str, mx.array]]:
-    """A head's form, and its tensors by the names of :class:`MtpHead`.
+    """The form of a head, one of ``num``, and its tensors by the names of :class:`MtpHead`.
 
     Raises:
         ModelLoadError: A tensor is missing.
     """
-    num_layers = int(text.get(layout.depth) or 1) if layout.depth else 1
     found: dict[str, mx.array] = {}
     layers: dict[str, mx.array] = {}
     for name, tensor in tensors.items():
@@ -302,18 +327,18 @@ def converted(
             layers[name] = tensor
     if layout.zero_centred and not made_for_mlx:
         found, layers = shifted(found), shifted(layers)
-    for i in range(num_layers):
-        start = layout.layer.format(i=i)
-        own = {name: tensor for name, tensor in layers.items() if name.startswith(start)}
-        own = {name.removeprefix(start): tensor for name, tensor in own.items()}
-        if layout.like_base:
-            own = converted_by_base(folder, own, base)
-        found |= {f"layers.{i}.{name}": tensor for name, tensor in stacked(folder, own).items()}
-        layers = {name: tensor for name, tensor in layers.items() if not name.startswith(start)}
-    found |= layers
+    starts = [layout.layer.format(i=i) for i in range(num)]
+    own = {
+        name.removeprefix(starts[place]): tensor
+        for name, tensor in layers.items()
+        if name.startswith(starts[place])
+    }
+    if layout.like_base:
+        own = converted_by_base(folder, own, base)
+    found |= {f"layers.0.{name}": tensor for name, tensor in stacked(folder, own).items()}
+    found |= {key: tensor for key, tensor in layers.items() if not key.startswith(tuple(starts))}
     drop_shared(found, base)
     form = HeadForm(
-        num_layers=num_layers,
         hidden_first=layout.hidden_first,
         own_embedding="embed_tokens.weight" in found,
         own_output="lm_head.weight" in found,

@@ -41,14 +41,17 @@ class HeadRow:
     """A row as the head has it.
 
     By position the head has seen ``[origin, seen)`` and ``[seen, heard)`` waits for it. Position i is
-    of use when the row has token i + 1. What the head has not seen at all, because the row's state
-    there came from a store, it does without: what it sees begins at ``origin``.
+    of use when the row has token ``i + ahead``. What the head has not seen at all, because the row's
+    state there came from a store, it does without: what it sees begins at ``origin``.
 
     Args:
         setup: What the row brought along, and its tokens.
+        ahead: How far behind a position the token stands that the head is given with it: 1 for the
+            first of several heads, one more for each behind it.
 
     Attributes:
         setup: See above.
+        ahead: See above.
         origin: The first position that the head has seen or will see.
         seen: The position behind the last that is in the head's slot.
         barred: Whether it gets no drafts any more, because there is no room for it.
@@ -56,8 +59,9 @@ class HeadRow:
             kept.
     """
 
-    def __init__(self, setup: RowSetup) -> None:
+    def __init__(self, setup: RowSetup, ahead: int = 1) -> None:
         self.setup = setup
+        self.ahead = ahead
         self.origin = 0
         self.seen = 0
         self.barred = False
@@ -81,8 +85,8 @@ class HeadRow:
 
     @property
     def due(self) -> int:
-        """Positions that wait and whose next token is known."""
-        return max(0, min(self.heard, self.total - 1) - self.seen)
+        """Positions that wait and whose token is known."""
+        return max(0, min(self.heard, self.total - self.ahead) - self.seen)
 
     @property
     def is_ready(self) -> bool:
@@ -109,11 +113,15 @@ class HeadRow:
             self.seen = max(piece.start, self.origin)
             self.tip = None
         if piece.start != self.heard:
-            # There is a gap, or nothing before: it begins anew.
-            self._waiting.clear()
-            self.origin = self.seen = piece.start
-            self.tip = None
+            # There is a gap, or nothing before.
+            self.begin(piece.start)
         self._waiting.append(piece)
+
+    def begin(self, origin: int) -> None:
+        """Begin anew."""
+        self._waiting.clear()
+        self.origin = self.seen = origin
+        self.tip = None
 
     def take(self, num: int) -> list[Piece]:
         """The first ``num`` positions that wait; they count as seen."""
@@ -127,6 +135,10 @@ class HeadRow:
             self.seen = taken[-1].stop
         return taken
 
+    def waiting(self) -> list[Piece]:
+        """What waits; it goes on waiting."""
+        return list(self._waiting)
+
     def tokens(self, start: int, stop: int) -> list[int]:
         """Tokens ``[start, stop)`` of prompt and answer."""
         prompt, output = self.setup.prompt, self.setup.output
@@ -137,6 +149,4 @@ class HeadRow:
     def bar(self) -> None:
         """Give it up."""
         self.barred = True
-        self._waiting.clear()
-        self.origin = self.seen = 0
-        self.tip = None
+        self.begin(0)

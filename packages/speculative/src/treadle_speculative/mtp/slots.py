@@ -20,22 +20,25 @@ SPARE_COLUMNS = 64
 
 
 class HeadModel:
-    """A head as a model of tokens: the hidden states beside them are given before.
+    """Heads as a model of tokens: which of them, and the hidden states beside them, are given before.
 
     What it makes of them stands where a model's logits would.
 
     Args:
-        head: The head.
+        heads: The heads.
 
     Attributes:
-        model: The head.
-        given: ``[B, N, hidden]`` for the next forward.
+        model: The first of them.
     """
 
-    def __init__(self, head: MtpHead) -> None:
-        self.model: nn.Module = head
-        self._head = head
-        self.given: mx.array | None = None
+    def __init__(self, heads: Sequence[MtpHead]) -> None:
+        self.model: nn.Module = heads[0]
+        self._heads = heads
+        self._given: tuple[int, mx.array] | None = None
+
+    def give(self, place: int, hidden: mx.array) -> None:
+        """For the next forward: which head, and ``[B, N, hidden]``."""
+        self._given = place, hidden
 
     @property
     def encoder(self) -> None:
@@ -47,29 +50,37 @@ class HeadModel:
     ) -> mx.array:
         """``[B, N, hidden]``, lazily; the caches advance."""
         del rows
-        assert self.given is not None, "hidden states go with the tokens"
-        hidden, self.given = self.given, None
-        return self._head(hidden, tokens, caches)
+        assert self._given is not None, "hidden states go with the tokens"
+        (place, hidden), self._given = self._given, None
+        start = sum(len(head.layers) for head in self._heads[:place])
+        head = self._heads[place]
+        return head(hidden, tokens, caches[start : start + len(head.layers)])
 
     def new_cache(self) -> list[Any]:
         """Caches of mlx-lm's for one row."""
-        return self._head.new_cache()
+        return [cache for head in self._heads for cache in head.new_cache()]
 
 
 class HeadSlots:
     """A slot for each row, left-aligned: column j is position ``origin + j`` of the row.
 
+    Each head has keys and values of its own there, and has written as many columns as it has seen.
+
     Args:
-        head: The head.
+        heads: The heads.
         context_length: Most tokens of a row.
         budget_bytes: Most bytes; None is no limit.
     """
 
     def __init__(
-        self, head: MtpHead, *, context_length: int, budget_bytes: int | None = None
+        self,
+        heads: Sequence[MtpHead],
+        *,
+        context_length: int,
+        budget_bytes: int | None = None,
     ) -> None:
-        self.layers = inspect_head(head)
-        self._model = HeadModel(head)
+        self.layers = tuple(layer for head in heads for layer in inspect_head(head))
+        self._model = HeadModel(heads)
         self._layout = KvLayout(
             self.layers,
             budget_bytes=budget_bytes,
@@ -125,27 +136,30 @@ class HeadSlots:
         numbers = sorted({self._layout.place(key)[0] for key in keys})
         return {number: list(self._layout.groups[number].decoding) for number in numbers}
 
-    def feed_row(self, key: Key, tokens: Sequence[int], hidden: mx.array, start: int) -> mx.array:
+    def feed_row(
+        self, place: int, key: Key, tokens: Sequence[int], hidden: mx.array, start: int
+    ) -> mx.array:
         """Write a stretch of one row.
 
         Args:
+            place: Which head's.
             key: The row.
-            tokens: The token behind each position.
+            tokens: The token that goes with each position.
             hidden: ``[1, N, hidden]``.
             start: The first column.
 
         Returns:
             What the head makes of it, ``[1, N, hidden]``, lazily.
         """
-        number, place = self._layout.place(key)
-        self._model.given = hidden
-        return self._groups[number].prefill(place, tokens, start)
+        number, row = self._layout.place(key)
+        self._model.give(place, hidden)
+        return self._groups[number].prefill(row, tokens, start)
 
     def feed(
-        self, number: int, tokens: mx.array, hidden: mx.array, starts: Sequence[int]
+        self, place: int, number: int, tokens: mx.array, hidden: mx.array, starts: Sequence[int]
     ) -> mx.array:
-        """Write ``[n, N]`` positions to all rows of a group, each from its own column on."""
-        self._model.given = hidden
+        """Write ``[n, N]`` positions of a head to all rows of a group, each from its own column on."""
+        self._model.give(place, hidden)
         return self._groups[number].decode(tokens, starts)
 
     def arrays(self) -> list[mx.array]:
