@@ -14,20 +14,26 @@ hands on is normalised, like the model's own hidden states.
 In a file (:mod:`treadle_speculative.mtp.files`) the tensors have the names of the attributes here.
 """
 
-import inspect
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
-from mlx_lm.models.cache import CacheList, KVCache
+from mlx_lm.models.cache import CacheList
 from msgspec import Struct
 
-from treadle_core.errors import Unsupported, describe
+from treadle_core.errors import InvalidRequest, Unsupported, describe
 from treadle_core.mlx_runtime.split import SplitModel
 from treadle_core.request import check_bool, check_int
+from treadle_speculative.mtp.blocks import (
+    KINDS,
+    LIKE_MODEL,
+    attention_layer,
+    make_blocks,
+)
 
 MOST_LAYERS = 8
+EPS = ("rms_norm_eps", "layernorm_epsilon", "layer_norm_epsilon")
 DEFAULT_EPS = 1e-6
 
 
@@ -39,12 +45,19 @@ class HeadForm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         hidden_first: Whether ``fc`` is given the hidden state before the embedding, not behind it.
         own_embedding: Whether it has an embedding of its own, ``embed_tokens``.
         own_output: Whether it has an output head of its own, ``lm_head``.
+        layer: What its layers are: ``like_model``, ``dense`` or ``own``
+            (:func:`treadle_speculative.mtp.blocks.make_blocks`).
+        last_norm: Whether there is a ``norm`` behind them.
+        place: Which of several heads it is, where their layers differ.
     """
 
     num_layers: int = 1
     hidden_first: bool = False
     own_embedding: bool = False
     own_output: bool = False
+    layer: str = LIKE_MODEL
+    last_norm: bool = True
+    place: int = 0
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -53,8 +66,11 @@ class HeadForm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             InvalidRequest: With the field, its value and what is accepted.
         """
         check_int("num_layers", self.num_layers, 1, MOST_LAYERS)
-        for name in ("hidden_first", "own_embedding", "own_output"):
+        check_int("place", self.place, 0, MOST_LAYERS - 1)
+        for name in ("hidden_first", "own_embedding", "own_output", "last_norm"):
             check_bool(name, getattr(self, name))
+        if self.layer not in KINDS:
+            raise InvalidRequest("layer", self.layer, ", ".join(KINDS))
 
 
 class MtpHead(nn.Module):
@@ -77,14 +93,16 @@ class MtpHead(nn.Module):
         super().__init__()
         self.form = form = form or HeadForm()
         self._base = base
-        width, eps = base.hidden_size, getattr(base.args, "rms_norm_eps", DEFAULT_EPS)
+        width = base.hidden_size
+        eps = next((getattr(base.args, key) for key in EPS if hasattr(base.args, key)), DEFAULT_EPS)
         self._like = attention_layer(base)
-        self._composite = isinstance(base.new_cache()[self._like], CacheList)
         self.norm_embed = nn.RMSNorm(width, eps)
         self.norm_hidden = nn.RMSNorm(width, eps)
         self.fc = nn.Linear(2 * width, width, bias=False)
-        self.layers = [make_layer(base, self._like) for _ in range(form.num_layers)]
-        self.norm = nn.RMSNorm(width, eps)
+        blocks = make_blocks(base, form.layer, form.num_layers, form.place)
+        self.layers, self._caches, self._window = blocks
+        self._composite = isinstance(self.new_cache()[0], CacheList)
+        self.norm: Any = nn.RMSNorm(width, eps) if form.last_norm else nn.Identity()
         if form.own_embedding:
             self.embed_tokens = nn.Embedding(base.vocab_size, width)
         if form.own_output:
@@ -96,6 +114,11 @@ class MtpHead(nn.Module):
     def base(self) -> SplitModel:
         """The model."""
         return self._base
+
+    @property
+    def num_caches(self) -> int:
+        """How many caches it needs for a row."""
+        return sum(make is not None for make in self._caches)
 
     @property
     def like(self) -> int:
@@ -115,8 +138,7 @@ class MtpHead(nn.Module):
             hidden: ``[B, L, hidden]``, the model's hidden states there, or what this call gave for
                 the positions before.
             next_tokens: ``[B, L]``, the token behind each of them.
-            cache: One cache for each layer, as :meth:`new_cache` makes them; None attends to nothing
-                before the stretch.
+            cache: As :meth:`new_cache` makes them; None attends to nothing before the stretch.
             mask: An attention mask in place of the cache's own (causal).
 
         Returns:
@@ -125,11 +147,11 @@ class MtpHead(nn.Module):
         embed = self.embed_tokens if self.form.own_embedding else self._base.embed
         pair = [self.norm_embed(embed(next_tokens)), self.norm_hidden(hidden)]
         x = self.fc(mx.concatenate(pair[::-1] if self.form.hidden_first else pair, axis=-1))
-        caches = cache or [None] * len(self.layers)
+        caches = iter(cache or [None] * self.num_caches)
         if mask is None:
-            mask = self._mask(x, caches[0])
-        for layer, layer_cache in zip(self.layers, caches, strict=True):
-            x = layer(x, mask, layer_cache)
+            mask = self._mask(x, cache[0] if cache else None)
+        for layer, make_cache in zip(self.layers, self._caches, strict=True):
+            x = layer(x, mask, None if make_cache is None else next(caches))
         return self.norm(x)
 
     def logits(self, hidden: mx.array) -> mx.array:
@@ -138,8 +160,8 @@ class MtpHead(nn.Module):
         return output(hidden)
 
     def new_cache(self) -> list[Any]:
-        """Caches of mlx-lm's for one row, one for each layer."""
-        return [self._base.new_cache()[self._like] for _ in self.layers]
+        """Caches of mlx-lm's for one row, one for each layer that attends."""
+        return [make() for make in self._caches if make is not None]
 
     def _check_layers(self) -> None:
         """Call them as the head will; nothing is evaluated."""
@@ -153,47 +175,4 @@ class MtpHead(nn.Module):
 
     def _mask(self, x: mx.array, cache: Any) -> Any:
         inner = cache[0] if self._composite and cache is not None else cache
-        return create_attention_mask(x, inner, return_array=True)
-
-
-def attention_layer(base: SplitModel) -> int:
-    """The last of a model's layers that attends to everything before it.
-
-    Raises:
-        Unsupported: There is none.
-    """
-    caches = base.new_cache()
-    for index in reversed(range(min(len(caches), len(base.layers)))):
-        if all(type(part) is KVCache for part in parts_of(caches[index])):
-            return index
-    raise Unsupported(f"no MTP head can be made for {base.name}: no layer has full attention")
-
-
-def parts_of(cache: Any) -> tuple[Any, ...]:
-    """The caches of a composite one, or the cache itself."""
-    return tuple(cache.caches) if isinstance(cache, CacheList) else (cache,)
-
-
-def make_layer(base: SplitModel, index: int) -> nn.Module:
-    """Another layer like the one at ``index``, made as the model makes its own.
-
-    Raises:
-        Unsupported: It is made from more than the model's args and its place.
-    """
-    kind: Any = type(base.layers[index])
-    needed = [
-        parameter
-        for parameter in list(inspect.signature(kind).parameters.values())[1:]
-        if parameter.default is inspect.Parameter.empty
-    ]
-    try:
-        if not needed:
-            return kind(base.args)
-        if [parameter.name for parameter in needed] in (["layer_idx"], ["layer_index"]):
-            return kind(base.args, index)
-    except Exception as error:
-        raise Unsupported(
-            f"no MTP head can be made for {base.name}: {kind.__name__} raised {describe(error)}"
-        ) from error
-    names = ", ".join(parameter.name for parameter in needed)
-    raise Unsupported(f"no MTP head can be made for {base.name}: {kind.__name__} needs {names}")
+        return create_attention_mask(x, inner, window_size=self._window, return_array=True)

@@ -7,7 +7,7 @@ makes of them.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from treadle_core.errors import ModelLoadError, Unsupported, describe
 from treadle_core.mlx_runtime.split import SplitModel
+from treadle_speculative.mtp.blocks import DENSE, LIKE_MODEL, OWN, WITHOUT_EXPERTS
 from treadle_speculative.mtp.files import AFFINE, DESCRIPTION, fill, load_head, parameters
 from treadle_speculative.mtp.head import HeadForm, MtpHead
 
@@ -36,10 +37,15 @@ class Layout(Struct, frozen=True, kw_only=True):
     Attributes:
         prefix: What all tensors of a head begin with; ``{i}`` is its number, ``{layer}`` the same
             counted on from the model's layers.
-        names: The modules of :class:`MtpHead`, by what they are called behind the prefix.
+        names: The modules of :class:`MtpHead`, by what they are called behind the prefix, ``{i}``
+            again.
         layer: What the tensors of its decoder layer begin with, behind the prefix.
         depth: The key of the config that says how many heads there are; None is one.
         hidden_first: See :class:`HeadForm`.
+        last_norm: See :class:`HeadForm`.
+        blocks: What its layers are (:func:`treadle_speculative.mtp.blocks.make_blocks`).
+        renamed: Parts of names behind the prefix, and what is read in their place.
+        base_names: The same for what the model's own code converts, there and back.
         zero_centred: Whether norms are stored less one, unless the file was made for mlx.
         like_base: Whether the layer's tensors have the form of the model's own layers in its original
             checkpoints, so that the model's own code converts them.
@@ -50,6 +56,10 @@ class Layout(Struct, frozen=True, kw_only=True):
     layer: str = ""
     depth: str | None = None
     hidden_first: bool = False
+    last_norm: bool = True
+    blocks: str = LIKE_MODEL
+    renamed: tuple[tuple[str, str], ...] = ()
+    base_names: tuple[tuple[str, str], ...] = ()
     zero_centred: bool = False
     like_base: bool = True
 
@@ -122,7 +132,74 @@ MIMO = Layout(
     hidden_first=True,
 )
 
+EXAONE = Layout(
+    prefix="mtp.",
+    names=QWEN_NAMES,
+    layer="layers.{i}.",
+    depth="num_nextn_predict_layers",
+    blocks=DENSE,
+    like_base=False,
+)
+ERNIE = Layout(
+    prefix="model.mtp_",
+    names={
+        "emb_norm.{i}": "norm_embed",
+        "hidden_norm.{i}": "norm_hidden",
+        "linear_proj.{i}": "fc",
+    },
+    layer="block.{i}.",
+    depth="num_nextn_predict_layers",
+    last_norm=False,
+    blocks=DENSE,
+    like_base=False,
+)
+BAILING = Layout(
+    prefix="model.layers.{layer}.",
+    names={**NEXTN.names, "final_layernorm": "norm"},
+    depth="num_nextn_predict_layers",
+)
+LONGCAT = Layout(
+    prefix="model.mtp.",
+    names={
+        "layers.0.enorm.m": "norm_embed",
+        "layers.0.hnorm.m": "norm_hidden",
+        "layers.0.eh_proj": "fc",
+        "norm": "norm",
+        "embed_tokens": "embed_tokens",
+    },
+    layer="layers.0.",
+    blocks=OWN,
+    renamed=((".transformer_layer.", "."),),
+    base_names=(("self_attn.", "self_attn.0."),),
+)
+MIMO_V2 = Layout(
+    prefix="model.mtp.layers.0.",
+    names={
+        "enorm": "norm_embed",
+        "hnorm": "norm_hidden",
+        "eh_proj": "fc",
+        "final_layernorm": "norm",
+    },
+    blocks=OWN,
+    renamed=(("pre_mlp_layernorm.", "post_attention_layernorm."),),
+)
+STEP = Layout(
+    prefix="model.layers.{layer}.",
+    names={**NEXTN.names, "shared_head.output": "lm_head"},
+    depth="num_nextn_predict_layers",
+    blocks=OWN,
+    renamed=(("transformer.", ""),),
+    zero_centred=True,
+    like_base=False,
+)
+
 LAYOUTS: dict[str, Layout] = {
+    "bailing_moe": BAILING,
+    "ernie4_5_moe": ERNIE,
+    "exaone_moe": EXAONE,
+    "longcat_flash": LONGCAT,
+    "mimo_v2_flash": MIMO_V2,
+    "step3p5": STEP,
     "qwen3_next": QWEN,
     "qwen3_5": QWEN,
     "qwen3_5_moe": QWEN,
@@ -134,6 +211,14 @@ LAYOUTS: dict[str, Layout] = {
     "mimo": MIMO,
 }
 """By mlx-lm's name of the architecture."""
+
+REFUSED = {
+    "bailing_moe_linear": "tell apart what its head's layer is made of: nothing of it is published",
+    "deepseek_v4": "run the model: mlx-lm has no such architecture",
+    "kimi_linear": "name their tensors: no checkpoint with a head is published",
+    "nemotron_h": "make one of its heads: it is attention and experts in blocks of their own",
+}
+"""Families whose heads are known to exist, and why none can be loaded: nothing can …"""
 
 SPLIT_LAYOUTS: dict[str, Layout] = {
     "qwen3_5_mtp": QWEN_SPLIT,
@@ -173,6 +258,11 @@ def find_heads(folder: Path, base: SplitModel, *, fingerprint: str = "") -> list
     layout = layout_of(folder, config, base)
     text: Any = config.get("text_config") or config
     check_sizes(folder, text, base)
+    if "sliding_attention" in (text.get("mtp_layer_types") or ()):
+        raise Unsupported(
+            f"its mtp_layer_types is {text['mtp_layer_types']}: only heads with full attention are "
+            f"known of {base.name}"
+        )
     num = int(text.get(layout.depth) or 1) if layout.depth else 1
     if num > MOST_HEADS:
         raise ModelLoadError(
@@ -238,6 +328,8 @@ def layout_of(folder: Path, config: dict[str, Any], base: SplitModel) -> Layout:
             str(folder),
             f"its model_type is {kind!r}, the model's is {base.name!r}: another model's",
         )
+    if kind in REFUSED:
+        raise Unsupported(f"MTP heads of {kind} cannot be used: nothing here can {REFUSED[kind]}")
     if kind not in LAYOUTS:
         known = ", ".join(sorted(LAYOUTS))
         raise Unsupported(f"MTP heads of {kind} are not known; those of {known} are")
@@ -315,14 +407,17 @@ def converted(
     Raises:
         ModelLoadError: A tensor is missing.
     """
+    names = {module.format(i=place): own for module, own in layout.names.items()}
+    others = {module.format(i=i) for module in layout.names for i in range(num)} - names.keys()
     found: dict[str, mx.array] = {}
     layers: dict[str, mx.array] = {}
-    for name, tensor in tensors.items():
+    for original, tensor in tensors.items():
+        name = replaced(original, layout.renamed)
         module, _, kind = name.rpartition(".")
-        if name.endswith(BUFFERS):
+        if name.endswith(BUFFERS) or module in others:
             continue
-        if module in layout.names:
-            found[f"{layout.names[module]}.{kind}"] = tensor
+        if module in names:
+            found[f"{names[module]}.{kind}"] = tensor
         else:
             layers[name] = tensor
     if layout.zero_centred and not made_for_mlx:
@@ -334,16 +429,29 @@ def converted(
         if name.startswith(starts[place])
     }
     if layout.like_base:
-        own = converted_by_base(folder, own, base)
+        own = converted_by_base(folder, own, base, layout.base_names)
     found |= {f"layers.0.{name}": tensor for name, tensor in stacked(folder, own).items()}
     found |= {key: tensor for key, tensor in layers.items() if not key.startswith(tuple(starts))}
     drop_shared(found, base)
+    blocks = layout.blocks
+    if blocks == LIKE_MODEL and base.name in WITHOUT_EXPERTS and "experts" not in "".join(layers):
+        blocks = DENSE
     form = HeadForm(
         hidden_first=layout.hidden_first,
         own_embedding="embed_tokens.weight" in found,
         own_output="lm_head.weight" in found,
+        layer=blocks,
+        last_norm=layout.last_norm,
+        place=place,
     )
     return form, found
+
+
+def replaced(name: str, parts: Sequence[tuple[str, str]]) -> str:
+    """A name with parts of it replaced."""
+    for old, new in parts:
+        name = name.replace(old, new)
+    return name
 
 
 def shifted(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -361,7 +469,10 @@ def is_norm(name: str) -> bool:
 
 
 def converted_by_base(
-    folder: Path, tensors: dict[str, mx.array], base: SplitModel
+    folder: Path,
+    tensors: dict[str, mx.array],
+    base: SplitModel,
+    names: Sequence[tuple[str, str]] = (),
 ) -> dict[str, mx.array]:
     """One layer's tensors as the model's own code converts those of its layers.
 
@@ -369,14 +480,15 @@ def converted_by_base(
         ModelLoadError: A tensor is missing.
     """
     prefix = f"model.layers.{len(base.layers) - 1}."
-    renamed = {prefix + name: tensor for name, tensor in tensors.items()}
+    renamed = {prefix + replaced(name, names): tensor for name, tensor in tensors.items()}
     model: Any = base.model
     try:
         own: dict[str, mx.array] = model.sanitize(renamed)
     except KeyError as error:
         missing = str(error.args[0]).removeprefix(prefix)
         raise ModelLoadError(str(folder), f"tensor {missing} of the head is missing") from error
-    return {name.removeprefix(prefix): tensor for name, tensor in own.items()}
+    back = [(new, old) for old, new in names]
+    return {replaced(name.removeprefix(prefix), back): tensor for name, tensor in own.items()}
 
 
 def stacked(folder: Path, tensors: dict[str, mx.array]) -> dict[str, mx.array]:

@@ -52,9 +52,9 @@ class HeadModel:
         del rows
         assert self._given is not None, "hidden states go with the tokens"
         (place, hidden), self._given = self._given, None
-        start = sum(len(head.layers) for head in self._heads[:place])
+        start = sum(head.num_caches for head in self._heads[:place])
         head = self._heads[place]
-        return head(hidden, tokens, caches[start : start + len(head.layers)])
+        return head(hidden, tokens, caches[start : start + head.num_caches])
 
     def new_cache(self) -> list[Any]:
         """Caches of mlx-lm's for one row."""

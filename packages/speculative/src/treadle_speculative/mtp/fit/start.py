@@ -8,7 +8,8 @@ from mlx.utils import tree_flatten
 
 from treadle_core.errors import Unsupported
 from treadle_core.mlx_runtime.split import SplitModel
-from treadle_speculative.mtp.head import MtpHead, parts_of
+from treadle_speculative.mtp.blocks import parts_of
+from treadle_speculative.mtp.head import MtpHead
 
 OTHER_WEIGHTS = 0.1
 LAST_NORMS = ("norm", "norm_f", "ln_f", "final_layernorm")
