@@ -6,13 +6,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 
+from treadle_core.drafting import DraftRoom, HeardRow, HiddenStates
 from treadle_core.errors import Unsupported
 from treadle_core.mlx_runtime.split import SplitModel
 from treadle_core.testing import zoo
+from treadle_core.testing.drafting import draft_row
+from treadle_speculative.mtp.drafter import MtpDrafter
+from treadle_speculative.mtp.head import MtpHead
 from treadle_speculative.mtp.native import find_heads
+from treadle_speculative.mtp.slots import inspect_head
 
 from .mtp_models import (
     NEXT,
@@ -346,13 +352,18 @@ CASES: dict[str, Case] = {
 
 def head_of(case: Case) -> Tensors:
     """A random head, by its names behind the prefix, norms as they multiply."""
-    random = np.random.default_rng(7)
     sizes: Sizes = {
         f"{module}.weight": (WIDTH, 2 * WIDTH) if what == "fuse" else (WIDTH,)
         for module, what in case.around.items()
     }
+    return randomly(sizes | case.layer)
+
+
+def randomly(sizes: Sizes) -> Tensors:
+    """Random tensors, norms about one."""
+    random = np.random.default_rng(7)
     tensors: Tensors = {}
-    for name, size in (sizes | case.layer).items():
+    for name, size in sizes.items():
         values = random.standard_normal(size)
         if len(size) == 2:
             values *= size[1] ** -0.5
@@ -369,9 +380,9 @@ def formula(case: Case, base: SplitModel, hidden: np.ndarray) -> np.ndarray:
     t: Tensors = {}
     for name, value in tensors.items():
         for old, new in case.plain:
-            name = name.replace(old, new)  # noqa: PLW2901 — one part after the other
+            name = name.replace(old, new)
         t[name] = value
-    e = rms(np.array(base.embedding.weight)[NEXT], around["embed"], case.eps)
+    e = rms(np.array(base.embed(mx.array(NEXT))), around["embed"], case.eps)
     pair = [e, rms(hidden, around["hidden"], case.eps)]
     x = np.concatenate(pair, axis=-1) @ around["fuse"].T
     x = x + case.attend(rms(x, t["input_layernorm.weight"], case.eps), t)
@@ -379,8 +390,7 @@ def formula(case: Case, base: SplitModel, hidden: np.ndarray) -> np.ndarray:
     x = x + (swiglu(m, t, "mlp") if "mlp.gate_proj.weight" in t else experts(m, t))
     if "last" in around:
         x = rms(x, around["last"], case.eps)
-    output = base.embedding if base.output is None else base.output
-    return x @ np.array(output.weight).T
+    return np.array(base.logits(mx.array(x, mx.float32)))
 
 
 def experts(x: np.ndarray, t: Tensors) -> np.ndarray:
@@ -404,6 +414,93 @@ def write(case: Case, folder: Path) -> Path:
     return folder
 
 
+NEMOTRON: dict[str, Any] = {
+    "hybrid_override_pattern": "M*ME",
+    "num_hidden_layers": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
+
+
+def nemotron_head() -> Tensors:
+    sizes: Sizes = {
+        "layers.0.enorm.weight": (WIDTH,),
+        "layers.0.hnorm.weight": (WIDTH,),
+        "layers.0.eh_proj.weight": (WIDTH, 2 * WIDTH),
+        "layers.0.norm.weight": (WIDTH,),
+        "layers.0.mixer.q_proj.weight": (HEADS * DIM, WIDTH),
+        "layers.0.mixer.k_proj.weight": (SHARED * DIM, WIDTH),
+        "layers.0.mixer.v_proj.weight": (SHARED * DIM, WIDTH),
+        "layers.0.mixer.o_proj.weight": (WIDTH, HEADS * DIM),
+        "layers.1.norm.weight": (WIDTH,),
+        "layers.1.mixer.gate.weight": (4, WIDTH),
+        "layers.1.mixer.gate.e_score_correction_bias": (4,),
+        "layers.1.mixer.shared_experts.up_proj.weight": (48, WIDTH),
+        "layers.1.mixer.shared_experts.down_proj.weight": (WIDTH, 48),
+        "layers.1.final_layernorm.weight": (WIDTH,),
+    }
+    for number in range(4):
+        sizes[f"layers.1.mixer.experts.{number}.up_proj.weight"] = (32, WIDTH)
+        sizes[f"layers.1.mixer.experts.{number}.down_proj.weight"] = (WIDTH, 32)
+    return randomly(sizes)
+
+
+def nemotron_formula(base: SplitModel, hidden: np.ndarray) -> np.ndarray:
+    """A block of attention without positions, then one of experts that square what is positive."""
+    t = nemotron_head()
+    e = rms(np.array(base.embedding.weight)[NEXT], t["layers.0.enorm.weight"], 1e-5)
+    pair = [e, rms(hidden, t["layers.0.hnorm.weight"], 1e-5)]
+    x = np.concatenate(pair, axis=-1) @ t["layers.0.eh_proj.weight"].T
+    attention = {
+        name.replace("layers.0.mixer", "self_attn"): value
+        for name, value in t.items()
+        if name.startswith("layers.0.mixer")
+    }
+    a = rms(x, t["layers.0.norm.weight"], 1e-5)
+    x = x + put_out(weighted(*projected(a, attention)), attention)
+    m = rms(x, t["layers.1.norm.weight"], 1e-5)
+
+    def squared(rows: np.ndarray, module: str) -> np.ndarray:
+        up = np.maximum(rows @ t[f"layers.1.mixer.{module}.up_proj.weight"].T, 0) ** 2
+        return up @ t[f"layers.1.mixer.{module}.down_proj.weight"].T
+
+    scores = sigmoid(m @ t["layers.1.mixer.gate.weight"].T)
+    ranks = scores + t["layers.1.mixer.gate.e_score_correction_bias"]
+    chosen = np.argsort(-ranks, axis=-1)[:, :2]
+    weights = np.take_along_axis(scores, chosen, axis=-1)
+    weights = 2.5 * weights / weights.sum(axis=-1, keepdims=True)
+    asked = np.stack(
+        [
+            sum(w * squared(m[i : i + 1], f"experts.{c}")[0] for c, w in zip(*pair, strict=True))
+            for i, pair in enumerate(zip(chosen, weights, strict=True))
+        ]
+    )
+    x = rms(x + asked + squared(m, "shared_experts"), t["layers.1.final_layernorm.weight"], 1e-5)
+    return x @ np.array(base.output.weight).T
+
+
+def test_a_head_of_nemotron_is_several_blocks(tmp_path: Path) -> None:
+    base = SplitModel(zoo.build("nemotron_h", **NEMOTRON))
+    tensors = {f"mtp.{name}": mx.array(value) for name, value in nemotron_head().items()}
+    mx.save_safetensors(str(tmp_path / "model-mtp.safetensors"), tensors, {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(zoo.config("nemotron_h", **NEMOTRON)))
+    hidden = hidden_of(base)
+
+    (head,) = find_heads(tmp_path, base)
+
+    assert (head.form.pattern, head.num_caches) == ("*E", 1)
+    expected = nemotron_formula(base, np.array(hidden[0]))
+    assert difference(logits_of(head, hidden), expected) < 1e-4
+    assert inspect_head(head) == inspect_head(MtpHead(SplitModel(zoo.build("llama"))))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_an_original_head_computes_what_its_publication_says(name: str, tmp_path: Path) -> None:
     case = CASES[name]
@@ -419,3 +516,77 @@ def test_an_original_head_computes_what_its_publication_says(name: str, tmp_path
     parts = [head(hidden[:, at], tokens[:, at], cache) for at in (slice(0, 7), slice(7, 12))]
     again = np.array(head.logits(mx.concatenate(parts, axis=1))[0])
     assert difference(again, expected) < 1e-4
+
+
+def divisible(path: str, module: Any) -> bool:
+    return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
+
+
+@pytest.mark.parametrize("name", ["ernie4_5_moe", "longcat_flash"])
+def test_a_layer_that_no_layer_of_the_model_is_like_is_quantised_like_them(
+    name: str, tmp_path: Path
+) -> None:
+    case = CASES[name]
+    model = zoo.build(case.base, **case.changes)
+    nn.quantize(model, group_size=32, bits=4, class_predicate=divisible)
+    base = SplitModel(model)
+    hidden = hidden_of(base)
+
+    (head,) = find_heads(write(case, tmp_path), base)
+
+    assert (head.layers[0].mlp.up_proj.bits, head.layers[0].mlp.up_proj.group_size) == (4, 32)
+    assert head.layers[0].self_attn.o_proj.bits == 4
+    assert difference(logits_of(head, hidden), formula(case, base, np.array(hidden[0]))) < 0.5
+
+
+@pytest.mark.parametrize("name", ["mimo_v2_flash", "longcat_flash", "step3p5"])
+def test_a_head_of_its_own_kind_drafts_in_slots(name: str, tmp_path: Path) -> None:
+    """Rows in one group, of several lengths, beyond the window: as the head alone says."""
+    case = CASES[name]
+    base = SplitModel(zoo.build(case.base, **case.changes))
+    (head,) = find_heads(write(case, tmp_path), base)
+    drafter = MtpDrafter(head, context_length=128)
+    prompts = {("a", 0): tuple(range(3, 24)), ("b", 0): tuple(range(90, 99))}
+    for key, prompt in prompts.items():
+        drafter.join(draft_row(key, prompt, []))
+        hidden = base.hidden(mx.array([prompt]), base.new_cache())
+        drafter.hear(HiddenStates((HeardRow(key, 0, len(prompt)),), hidden))
+
+    found = drafter.propose([DraftRoom(key, 4) for key in prompts])
+
+    for proposal, prompt in zip(found, prompts.values(), strict=True):
+        hidden = base.hidden(mx.array([prompt[:-1]]), base.new_cache())
+        cache, tokens, expected = head.new_cache(), mx.array([prompt[1:]]), list[int]()
+        for _ in range(4):
+            hidden = head(hidden, tokens, cache)[:, -1:]
+            expected.append(int(mx.argmax(head.logits(hidden)[0, -1]).item()))
+            tokens = mx.array([expected[-1:]])
+        assert list(proposal.tokens) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("kimi_linear", "no checkpoint with a head"), ("bailing_moe_linear", "nothing of it is pub")],
+)
+def test_families_whose_heads_cannot_be_loaded_are_refused_with_the_reason(
+    name: str, why: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
+    base = SplitModel(zoo.build("llama"))
+    base.name = name
+
+    with pytest.raises(Unsupported, match=f"MTP heads of {name} cannot be used: .*{why}"):
+        find_heads(tmp_path, base)
+
+
+def test_a_head_with_a_window_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    case = CASES["exaone_moe"]
+    write(case, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["mtp_layer_types"] = ["sliding_attention"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(
+        Unsupported, match=r"mtp_layer_types is \['sliding_attention'\]: only heads"
+    ):
+        find_heads(tmp_path, SplitModel(zoo.build(case.base, **case.changes)))

@@ -31,6 +31,7 @@ from .mtp_models import (
     write_as_deepseek,
     write_original,
 )
+from .test_mtp_families import NEMOTRON, nemotron_head
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
@@ -100,3 +101,21 @@ def test_a_head_that_was_quantised_when_split_off_stays_so(tmp_path: Path) -> No
     assert head.layers[0].mlp.switch_mlp.up_proj.group_size == 32
     hidden = hidden_of(base)
     assert 1e-6 < difference(logits_of(head, hidden), logits_of(original, hidden)) < 0.05
+
+
+def test_a_head_of_nemotron_is_the_one_that_mlx_vlm_splits_off(tmp_path: Path) -> None:
+    base = SplitModel(zoo.build("nemotron_h", **NEMOTRON))
+    source = tmp_path / "original"
+    source.mkdir()
+    tensors = {f"mtp.{name}": mx.array(value) for name, value in nemotron_head().items()}
+    mx.save_safetensors(str(source / "model-mtp.safetensors"), tensors, {"format": "pt"})
+    config = zoo.config("nemotron_h", **NEMOTRON)
+    config |= {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
+    (source / "config.json").write_text(json.dumps(config))
+    split_mtp(str(source), str(tmp_path / "split"))
+
+    (head,), (original,) = find_heads(tmp_path / "split", base), find_heads(source, base)
+
+    assert head.form == original.form
+    hidden = hidden_of(base)
+    assert difference(logits_of(head, hidden), logits_of(original, hidden)) < 0.02

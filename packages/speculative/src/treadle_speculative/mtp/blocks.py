@@ -21,6 +21,8 @@ LIKE_MODEL = "like_model"
 DENSE = "dense"
 OWN = "own"
 KINDS = (LIKE_MODEL, DENSE, OWN)
+ATTENTION, EXPERTS, FEED_FORWARD = "*", "E", "-"
+"""What a block of Nemotron-H may be, as its config says it."""
 
 
 class Blocks(NamedTuple):
@@ -37,7 +39,9 @@ class Blocks(NamedTuple):
     window: int | None = None
 
 
-def make_blocks(base: SplitModel, kind: str, num: int, place: int = 0) -> Blocks:
+def make_blocks(
+    base: SplitModel, kind: str, num: int, *, place: int = 0, pattern: str = ""
+) -> Blocks:
     """Layers of a kind for a model.
 
     Args:
@@ -46,6 +50,7 @@ def make_blocks(base: SplitModel, kind: str, num: int, place: int = 0) -> Blocks
             experts; ``own``: what the family trains its heads with.
         num: How many, where the family does not say.
         place: Which of several heads they are for.
+        pattern: What each of them is, where the family has several kinds.
 
     Raises:
         Unsupported: They cannot be made.
@@ -53,7 +58,7 @@ def make_blocks(base: SplitModel, kind: str, num: int, place: int = 0) -> Blocks
     if kind == OWN:
         if base.name not in OWN_BLOCKS:
             raise Unsupported(f"no layers for MTP heads alone are known of {base.name}")
-        return _guarded(base, lambda: OWN_BLOCKS[base.name](base, place))
+        return _guarded(base, lambda: OWN_BLOCKS[base.name](base, place, pattern))
     like = attention_layer(base)
     layers = [make_layer(base, like, dense=kind == DENSE) for _ in range(num)]
     return Blocks(layers, [lambda: base.new_cache()[like]] * num)
@@ -137,29 +142,38 @@ class LongcatBlock(nn.Module):
         return h + self.mlp(self.post_attention_layernorm(h))
 
 
-def _longcat(base: SplitModel, place: int) -> Blocks:
-    del place
+def _longcat(base: SplitModel, place: int, pattern: str) -> Blocks:
+    del place, pattern
     return Blocks([LongcatBlock(_file_of(base), base.args)], [KVCache])
 
 
-def _mimo_v2(base: SplitModel, place: int) -> Blocks:
-    del place
+def _mimo_v2(base: SplitModel, place: int, pattern: str) -> Blocks:
+    del place, pattern
     layer = _file_of(base).DecoderLayer(base.args, is_moe=False, is_sliding_window=True)
     return Blocks([layer], [KVCache], base.args.sliding_window_size)
 
 
-def _step(base: SplitModel, place: int) -> Blocks:
+def _nemotron(base: SplitModel, place: int, pattern: str) -> Blocks:
+    del place
+    block: Any = type(base.layers[0])
+    layers = [block(base.args, kind) for kind in pattern]
+    return Blocks(layers, [KVCache if kind == ATTENTION else None for kind in pattern])
+
+
+def _step(base: SplitModel, place: int, pattern: str) -> Blocks:
+    del pattern
     layer = _file_of(base).Step3p5DecoderLayer(base.args, len(base.layers) + place)
     window = base.args.sliding_window if layer.is_sliding else None
     return Blocks([layer], [KVCache], window)
 
 
-OWN_BLOCKS: dict[str, Callable[[SplitModel, int], Blocks]] = {
+OWN_BLOCKS: dict[str, Callable[[SplitModel, int, str], Blocks]] = {
     "longcat_flash": _longcat,
     "mimo_v2_flash": _mimo_v2,
+    "nemotron_h": _nemotron,
     "step3p5": _step,
 }
-"""By mlx-lm's name of the architecture, for a head's place among several."""
+"""By mlx-lm's name of the architecture, for a head's place among several and its pattern."""
 
 
 def _file_of(base: SplitModel) -> Any:

@@ -49,6 +49,7 @@ class HeadForm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             (:func:`treadle_speculative.mtp.blocks.make_blocks`).
         last_norm: Whether there is a ``norm`` behind them.
         place: Which of several heads it is, where their layers differ.
+        pattern: What each of its layers is, where the family has several kinds.
     """
 
     num_layers: int = 1
@@ -58,6 +59,7 @@ class HeadForm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     layer: str = LIKE_MODEL
     last_norm: bool = True
     place: int = 0
+    pattern: str = ""
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -99,7 +101,9 @@ class MtpHead(nn.Module):
         self.norm_embed = nn.RMSNorm(width, eps)
         self.norm_hidden = nn.RMSNorm(width, eps)
         self.fc = nn.Linear(2 * width, width, bias=False)
-        blocks = make_blocks(base, form.layer, form.num_layers, form.place)
+        blocks = make_blocks(
+            base, form.layer, form.num_layers, place=form.place, pattern=form.pattern
+        )
         self.layers, self._caches, self._window = blocks
         self._composite = isinstance(self.new_cache()[0], CacheList)
         self.norm: Any = nn.RMSNorm(width, eps) if form.last_norm else nn.Identity()

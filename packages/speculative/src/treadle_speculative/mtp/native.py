@@ -14,224 +14,32 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import MODEL_REMAPPING
-from msgspec import Struct
 
 from treadle_core.errors import ModelLoadError, Unsupported, describe
 from treadle_core.mlx_runtime.split import SplitModel
-from treadle_speculative.mtp.blocks import DENSE, LIKE_MODEL, OWN, WITHOUT_EXPERTS
+from treadle_speculative.mtp.blocks import (
+    ATTENTION,
+    DENSE,
+    EXPERTS,
+    FEED_FORWARD,
+    LIKE_MODEL,
+    WITHOUT_EXPERTS,
+)
 from treadle_speculative.mtp.files import AFFINE, DESCRIPTION, fill, load_head, parameters
 from treadle_speculative.mtp.head import HeadForm, MtpHead
+from treadle_speculative.mtp.layouts import (
+    LAYOUTS,
+    REFUSED,
+    SPLIT_BASES,
+    SPLIT_LAYOUTS,
+    Layout,
+)
 
-BUFFERS = ("rotary_emb.inv_freq",)
+BUFFERS = ("rotary_emb.inv_freq", ".k_scale", ".v_scale")
 MOST_HEADS = 8
 SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads")
+BLOCK = re.compile(r"layers\.(\d+)\.")
 EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.(weight|scales|biases)")
-
-
-class Layout(Struct, frozen=True, kw_only=True):
-    """Where the checkpoints of a family keep its heads.
-
-    Several heads guess a token each, one behind the other. Where ``prefix`` does not tell them apart,
-    they have decoder layers of their own and share the rest.
-
-    Attributes:
-        prefix: What all tensors of a head begin with; ``{i}`` is its number, ``{layer}`` the same
-            counted on from the model's layers.
-        names: The modules of :class:`MtpHead`, by what they are called behind the prefix, ``{i}``
-            again.
-        layer: What the tensors of its decoder layer begin with, behind the prefix.
-        depth: The key of the config that says how many heads there are; None is one.
-        hidden_first: See :class:`HeadForm`.
-        last_norm: See :class:`HeadForm`.
-        blocks: What its layers are (:func:`treadle_speculative.mtp.blocks.make_blocks`).
-        renamed: Parts of names behind the prefix, and what is read in their place.
-        base_names: The same for what the model's own code converts, there and back.
-        zero_centred: Whether norms are stored less one, unless the file was made for mlx.
-        like_base: Whether the layer's tensors have the form of the model's own layers in its original
-            checkpoints, so that the model's own code converts them.
-    """
-
-    prefix: str
-    names: Mapping[str, str]
-    layer: str = ""
-    depth: str | None = None
-    hidden_first: bool = False
-    last_norm: bool = True
-    blocks: str = LIKE_MODEL
-    renamed: tuple[tuple[str, str], ...] = ()
-    base_names: tuple[tuple[str, str], ...] = ()
-    zero_centred: bool = False
-    like_base: bool = True
-
-
-QWEN_NAMES = {
-    "fc": "fc",
-    "pre_fc_norm_embedding": "norm_embed",
-    "pre_fc_norm_hidden": "norm_hidden",
-    "norm": "norm",
-}
-QWEN = Layout(
-    prefix="mtp.",
-    names=QWEN_NAMES,
-    layer="layers.{i}.",
-    depth="mtp_num_hidden_layers",
-    zero_centred=True,
-    like_base=False,
-)
-QWEN_SPLIT = Layout(
-    prefix="",
-    names=QWEN_NAMES,
-    layer="layers.{i}.",
-    depth="mtp_num_hidden_layers",
-    like_base=False,
-)
-NEXTN = Layout(
-    prefix="model.layers.{layer}.",
-    depth="num_nextn_predict_layers",
-    names={
-        "enorm": "norm_embed",
-        "hnorm": "norm_hidden",
-        "eh_proj": "fc",
-        "shared_head.norm": "norm",
-        "shared_head.head": "lm_head",
-        "embed_tokens": "embed_tokens",
-    },
-)
-GLM_LITE_SPLIT = Layout(
-    prefix="",
-    names={
-        "model.enorm": "norm_embed",
-        "model.hnorm": "norm_hidden",
-        "model.eh_proj": "fc",
-        "model.shared_head_norm": "norm",
-        "lm_head": "lm_head",
-        "model.embed_tokens": "embed_tokens",
-    },
-    layer="model.mtp_block.",
-    like_base=False,
-)
-GLM_DSA_SPLIT = Layout(
-    prefix="mtp.",
-    names={
-        "enorm": "norm_embed",
-        "hnorm": "norm_hidden",
-        "eh_proj": "fc",
-        "shared_head_norm": "norm",
-    },
-    like_base=False,
-)
-MIMO = Layout(
-    prefix="model.mtp_layers.{i}.",
-    depth="num_nextn_predict_layers",
-    names={
-        "token_layernorm": "norm_embed",
-        "hidden_layernorm": "norm_hidden",
-        "input_proj": "fc",
-        "final_layernorm": "norm",
-    },
-    hidden_first=True,
-)
-
-EXAONE = Layout(
-    prefix="mtp.",
-    names=QWEN_NAMES,
-    layer="layers.{i}.",
-    depth="num_nextn_predict_layers",
-    blocks=DENSE,
-    like_base=False,
-)
-ERNIE = Layout(
-    prefix="model.mtp_",
-    names={
-        "emb_norm.{i}": "norm_embed",
-        "hidden_norm.{i}": "norm_hidden",
-        "linear_proj.{i}": "fc",
-    },
-    layer="block.{i}.",
-    depth="num_nextn_predict_layers",
-    last_norm=False,
-    blocks=DENSE,
-    like_base=False,
-)
-BAILING = Layout(
-    prefix="model.layers.{layer}.",
-    names={**NEXTN.names, "final_layernorm": "norm"},
-    depth="num_nextn_predict_layers",
-)
-LONGCAT = Layout(
-    prefix="model.mtp.",
-    names={
-        "layers.0.enorm.m": "norm_embed",
-        "layers.0.hnorm.m": "norm_hidden",
-        "layers.0.eh_proj": "fc",
-        "norm": "norm",
-        "embed_tokens": "embed_tokens",
-    },
-    layer="layers.0.",
-    blocks=OWN,
-    renamed=((".transformer_layer.", "."),),
-    base_names=(("self_attn.", "self_attn.0."),),
-)
-MIMO_V2 = Layout(
-    prefix="model.mtp.layers.0.",
-    names={
-        "enorm": "norm_embed",
-        "hnorm": "norm_hidden",
-        "eh_proj": "fc",
-        "final_layernorm": "norm",
-    },
-    blocks=OWN,
-    renamed=(("pre_mlp_layernorm.", "post_attention_layernorm."),),
-)
-STEP = Layout(
-    prefix="model.layers.{layer}.",
-    names={**NEXTN.names, "shared_head.output": "lm_head"},
-    depth="num_nextn_predict_layers",
-    blocks=OWN,
-    renamed=(("transformer.", ""),),
-    zero_centred=True,
-    like_base=False,
-)
-
-LAYOUTS: dict[str, Layout] = {
-    "bailing_moe": BAILING,
-    "ernie4_5_moe": ERNIE,
-    "exaone_moe": EXAONE,
-    "longcat_flash": LONGCAT,
-    "mimo_v2_flash": MIMO_V2,
-    "step3p5": STEP,
-    "qwen3_next": QWEN,
-    "qwen3_5": QWEN,
-    "qwen3_5_moe": QWEN,
-    "deepseek_v3": NEXTN,
-    "deepseek_v32": NEXTN,
-    "glm4_moe": NEXTN,
-    "glm4_moe_lite": NEXTN,
-    "glm_moe_dsa": NEXTN,
-    "mimo": MIMO,
-}
-"""By mlx-lm's name of the architecture."""
-
-REFUSED = {
-    "bailing_moe_linear": "tell apart what its head's layer is made of: nothing of it is published",
-    "deepseek_v4": "run the model: mlx-lm has no such architecture",
-    "kimi_linear": "name their tensors: no checkpoint with a head is published",
-    "nemotron_h": "make one of its heads: it is attention and experts in blocks of their own",
-}
-"""Families whose heads are known to exist, and why none can be loaded: nothing can …"""
-
-SPLIT_LAYOUTS: dict[str, Layout] = {
-    "qwen3_5_mtp": QWEN_SPLIT,
-    "glm4_moe_lite_mtp": GLM_LITE_SPLIT,
-    "glm_moe_dsa_mtp": GLM_DSA_SPLIT,
-}
-"""By the ``model_type`` that mlx-vlm gives a head that it split off."""
-
-SPLIT_BASES = {
-    "qwen3_5_mtp": ("qwen3_next", "qwen3_5", "qwen3_5_moe"),
-    "glm4_moe_lite_mtp": ("glm4_moe_lite",),
-    "glm_moe_dsa_mtp": ("glm_moe_dsa",),
-}
 
 
 def find_heads(folder: Path, base: SplitModel, *, fingerprint: str = "") -> list[MtpHead]:
@@ -414,6 +222,8 @@ def converted(
     for original, tensor in tensors.items():
         name = replaced(original, layout.renamed)
         module, _, kind = name.rpartition(".")
+        if layout.in_blocks and module.rpartition(".")[2] in names:
+            module = module.rpartition(".")[2]
         if name.endswith(BUFFERS) or module in others:
             continue
         if module in names:
@@ -423,15 +233,22 @@ def converted(
     if layout.zero_centred and not made_for_mlx:
         found, layers = shifted(found), shifted(layers)
     starts = [layout.layer.format(i=i) for i in range(num)]
-    own = {
-        name.removeprefix(starts[place]): tensor
-        for name, tensor in layers.items()
-        if name.startswith(starts[place])
-    }
-    if layout.like_base:
-        own = converted_by_base(folder, own, base, layout.base_names)
-    found |= {f"layers.0.{name}": tensor for name, tensor in stacked(folder, own).items()}
-    found |= {key: tensor for key, tensor in layers.items() if not key.startswith(tuple(starts))}
+    own, others_own = [starts[place]], starts
+    if layout.in_blocks:
+        numbers = sorted({int(match.group(1)) for match in map(BLOCK.match, layers) if match})
+        own = others_own = [f"layers.{number}." for number in numbers]
+    pattern = ""
+    for number, start in enumerate(own):
+        mine = {
+            name.removeprefix(start): tensor
+            for name, tensor in layers.items()
+            if name.startswith(start)
+        }
+        pattern += block_kind(mine) if layout.in_blocks else ""
+        if layout.like_base:
+            mine = converted_by_base(folder, mine, base, layout)
+        found |= {f"layers.{number}.{key}": value for key, value in stacked(folder, mine).items()}
+    found |= {key: value for key, value in layers.items() if not key.startswith(tuple(others_own))}
     drop_shared(found, base)
     blocks = layout.blocks
     if blocks == LIKE_MODEL and base.name in WITHOUT_EXPERTS and "experts" not in "".join(layers):
@@ -443,8 +260,16 @@ def converted(
         layer=blocks,
         last_norm=layout.last_norm,
         place=place,
+        pattern=pattern,
     )
     return form, found
+
+
+def block_kind(tensors: Mapping[str, Any]) -> str:
+    """What a block of Nemotron-H is, by its tensors."""
+    if any(name.startswith("mixer.q_proj.") for name in tensors):
+        return ATTENTION
+    return EXPERTS if any(name.startswith("mixer.gate.") for name in tensors) else FEED_FORWARD
 
 
 def replaced(name: str, parts: Sequence[tuple[str, str]]) -> str:
@@ -472,14 +297,14 @@ def converted_by_base(
     folder: Path,
     tensors: dict[str, mx.array],
     base: SplitModel,
-    names: Sequence[tuple[str, str]] = (),
+    layout: Layout,
 ) -> dict[str, mx.array]:
     """One layer's tensors as the model's own code converts those of its layers.
 
     Raises:
         ModelLoadError: A tensor is missing.
     """
-    prefix = f"model.layers.{len(base.layers) - 1}."
+    prefix, names = f"{layout.base_prefix}{len(base.layers) - 1}.", layout.base_names
     renamed = {prefix + replaced(name, names): tensor for name, tensor in tensors.items()}
     model: Any = base.model
     try:
@@ -549,18 +374,32 @@ def mode_of(config: dict[str, Any]) -> str:
 
 
 def quantise_like_base(head: MtpHead) -> None:
-    """Quantise the layers of a head, module by module, as the model's own layer is."""
-    known = dict(head.base.layers[head.like].named_modules())
+    """Quantise the layers of a head, module by module, as the model's own layers are.
+
+    What no layer of the model has is quantised as most of the layer is that the head's is made like.
+    """
+    layers = head.base.layers
+    known: dict[str, Any] = {}
+    for layer in (layers[head.like], *reversed(layers)):
+        for path, module in layer.named_modules():
+            if hasattr(module, "bits"):
+                known.setdefault(path, module)
+    typical: Any = next(iter(known.values()), None)
 
     def form(path: str, module: nn.Module) -> bool | dict[str, Any]:
-        same: Any = known.get(path)
-        if not hasattr(module, "to_quantized") or not hasattr(same, "bits"):
+        same = known.get(path, typical)
+        if not hasattr(module, "to_quantized") or same is None or not is_matrix(module, same):
             return False
         return {"bits": same.bits, "group_size": same.group_size, "mode": same.mode}
 
     for layer in head.layers:
         nn.quantize(layer, class_predicate=form)
         mx.eval(layer.parameters())
+
+
+def is_matrix(module: Any, like: Any) -> bool:
+    """Whether a module's weight can be quantised in groups of that size."""
+    return module.weight.shape[-1] % like.group_size == 0
 
 
 def size_of(head: MtpHead) -> int:
