@@ -566,7 +566,10 @@ def test_a_head_of_its_own_kind_drafts_in_slots(name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("kimi_linear", "no checkpoint with a head"), ("bailing_moe_linear", "nothing of it is pub")],
+    [
+        ("kimi_linear", "no checkpoint with a head is known"),
+        ("bailing_moe_linear", "what the layer of one"),
+    ],
 )
 def test_families_whose_heads_cannot_be_loaded_are_refused_with_the_reason(
     name: str, why: str, tmp_path: Path

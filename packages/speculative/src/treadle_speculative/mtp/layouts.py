@@ -216,9 +216,9 @@ LAYOUTS: dict[str, Layout] = {
 """By mlx-lm's name of the architecture."""
 
 REFUSED = {
-    "bailing_moe_linear": "tell apart what its head's layer is made of: nothing of it is published",
+    "bailing_moe_linear": "tell what the layer of one is made of",
     "deepseek_v4": "run the model: mlx-lm has no such architecture",
-    "kimi_linear": "name their tensors: no checkpoint with a head is published",
+    "kimi_linear": "name their tensors: no checkpoint with a head is known",
 }
 """Families whose heads are known to exist, and why none can be loaded: nothing can …"""
 
