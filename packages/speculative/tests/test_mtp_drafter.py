@@ -28,7 +28,8 @@ from treadle_core.plan import Key, RowSetup
 from treadle_core.testing import RecordingStore, ScriptedConstraint, zoo
 from treadle_core.testing.drafting import DrafterContract, SteadyController, draft_row
 from treadle_speculative.mtp.drafter import MtpDrafter
-from treadle_speculative.mtp.head import MtpHead
+from treadle_speculative.mtp.files import parameters
+from treadle_speculative.mtp.head import HeadForm, MtpHead
 from treadle_speculative.mtp.rows import HeadRow, Piece
 
 from .mtp_models import bigram, randomised
@@ -333,7 +334,12 @@ def several(family: str, num: int) -> tuple[SplitModel, list[MtpHead]]:
         width = base.hidden_size
         noise = mx.random.normal((width, 2 * width), key=mx.random.key(place)) * 0.4 * width**-0.5
         each.fc.weight = each.fc.weight + noise
-    return base, [head, *more]
+    last = MtpHead(base, HeadForm(own_output=True))
+    last.load_weights(parameters(more[-1]), strict=False)
+    assert base.output is not None
+    last.lm_head.weight = mx.roll(base.output.weight, 1, axis=0)
+    mx.eval(last.parameters())
+    return base, [head, *more[:-1], last]
 
 
 @pytest.mark.parametrize(
@@ -353,6 +359,23 @@ def test_each_place_of_a_draft_has_its_own_head(family: str, num: int, k: int) -
     assert total.accepted > 20
     assert total.rejected > 20
     assert drafter.held_bytes == 0
+
+
+def test_several_heads_begin_anew_together() -> None:
+    base, heads = several("llama", 2)
+    drafter = MtpDrafter(*heads, context_length=CONTEXT)
+    prompt = tuple(range(40))
+    drafter.join(draft_row(("a", 0), prompt, []))
+    hidden = base.hidden(mx.array([prompt]), base.new_cache())
+    drafter.hear(HiddenStates((HeardRow(("a", 0), 0, 30),), hidden[:, :30]))
+    drafter._see(("a", 0), 0, 29)
+
+    drafter.hear(HiddenStates((HeardRow(("a", 0), 34, 6),), hidden[:, 34:]))
+
+    assert [row.origin for row in drafter._rows["a", 0]] == [34, 34]
+    assert [row.due for row in drafter._rows["a", 0]] == [5, 0]
+    (proposal,) = drafter.propose([DraftRoom(("a", 0), 4)])
+    assert list(proposal.tokens) == reference_draft(heads, list(prompt), 34, 4)
 
 
 def test_several_heads_catch_up_with_a_row_that_was_off_or_came_from_a_store() -> None:
