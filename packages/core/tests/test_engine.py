@@ -892,6 +892,20 @@ def test_a_deadline_ends_a_request_in_any_state(steps: int) -> None:
     assert runner.num_live == 0
 
 
+def test_what_was_over_of_a_deadline_at_acceptance_counts() -> None:
+    clock = ManualClock()
+    engine = Engine(ScriptedRunner(SCRIPT), clock=clock)
+    engine.add(Request(id="late", prompt=(1,), deadline=2.5, elapsed=2.0))
+    engine.add(Request(id="too late", prompt=(1,), deadline=2.5, elapsed=3.0))
+    clock.advance(0.25)
+    assert [event.request_id for event in engine.step() if isinstance(event, Failed)] == [
+        "too late"
+    ]
+    clock.advance(0.5)
+    (ended,) = [event for event in pump(engine) if isinstance(event, Failed)]
+    assert ended.message == "request late failed: its deadline of 2.5 s passed"
+
+
 def test_a_deadline_spares_the_neighbours() -> None:
     clock = ManualClock()
     engine, checker = make_engine(clock=clock), EventChecker()

@@ -525,6 +525,7 @@ class Engine:
 
     def _answer(self, request: Request, prompt: tuple[int, ...], index: int) -> Answer:
         now, params = self._clock.now(), request.params
+        begun = now - request.elapsed
         room = self._context - len(prompt)
         self._order += 1
         ends = frozenset(params.stop_token_ids)
@@ -539,7 +540,7 @@ class Engine:
             order=self._order,
             seed=choice_seed(params.seed, index),
             end_tokens=tuple(sorted(ends)),
-            deadline=None if request.deadline is None else now + request.deadline,
+            deadline=None if request.deadline is None else begun + request.deadline,
             constraint=request.constraint() if request.constraint else None,
         )
         return Answer(sequence, self._tokenizer, ends, self._counters_of(sequence))

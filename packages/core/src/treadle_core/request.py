@@ -121,7 +121,8 @@ class Request(Struct, frozen=True, kw_only=True):
         params: Sampling and limits.
         n: How many independent answers; each has its own index and its own terminal event.
         priority: Lower is served earlier under the PRIORITY policy.
-        deadline: Seconds from acceptance after which the request fails; None is no limit.
+        deadline: Seconds after which the request fails; None is no limit.
+        elapsed: Seconds of them that were over at acceptance, such as for making the prompt.
         cache_salt: Separates reuse of stored KV between tenants; it never changes tokens.
         boundaries: Numbers of prompt tokens after which others may go on differently, such as the
             ends of messages: a prefix store keeps state there that it could not cut later.
@@ -138,6 +139,7 @@ class Request(Struct, frozen=True, kw_only=True):
     n: int = 1
     priority: int = 0
     deadline: float | None = None
+    elapsed: float = 0.0
     cache_salt: str | None = None
     boundaries: tuple[int, ...] = ()
     logits_processors: tuple[LogitsProcessor, ...] = ()
@@ -158,6 +160,7 @@ class Request(Struct, frozen=True, kw_only=True):
         check_int("priority", self.priority, -(2**31), 2**31)
         if self.deadline is not None:
             check_float("deadline", self.deadline, 0.0, math.inf, exclusive_low=True)
+        check_float("elapsed", self.elapsed, 0.0, math.inf)
         if self.cache_salt is not None:
             check_text("cache_salt", self.cache_salt)
         for boundary in self.boundaries:

@@ -66,5 +66,6 @@ class ChatCompletions:
             params=params,
             n=n,
             priority=wire.priority or 0,
-            deadline=limit.left,
+            deadline=limit.seconds,
+            elapsed=limit.elapsed,
         )

@@ -71,7 +71,8 @@ class Completions:
                 params=params,
                 n=n,
                 priority=wire.priority or 0,
-                deadline=limit.left,
+                deadline=limit.seconds,
+                elapsed=limit.elapsed,
             )
             for number, prompt in enumerate(encoded)
         ]

@@ -14,26 +14,25 @@ from treadle_server.openai.schema import Generation
 from treadle_server.openai.shapes import Header, Shape
 from treadle_server.serving import Serving, new_id
 
-SHORTEST = 0.001
-
 
 class TimeLimit:
     """The time that a request may take, its preparation included; it runs from now on.
 
     Args:
         seconds: None is no limit.
+
+    Attributes:
+        seconds: See above.
     """
 
     def __init__(self, seconds: float | None) -> None:
-        self._seconds = seconds
+        self.seconds = seconds
         self._begun = time.monotonic()
 
     @property
-    def left(self) -> float | None:
-        """Seconds that are left for the answer; some are always, as the engine is told no less."""
-        if self._seconds is None:
-            return None
-        return max(self._seconds - (time.monotonic() - self._begun), SHORTEST)
+    def elapsed(self) -> float:
+        """Seconds until now."""
+        return time.monotonic() - self._begun
 
     @contextmanager
     def preparing(self, request_id: str) -> Generator[None]:
@@ -42,11 +41,11 @@ class TimeLimit:
         Raises:
             DeadlineExceeded: It was cancelled.
         """
-        left = self.left
-        with anyio.move_on_after(math.inf if left is None else left) as scope:
+        left = math.inf if self.seconds is None else self.seconds - self.elapsed
+        with anyio.move_on_after(left) as scope:
             yield
         if scope.cancelled_caught:
-            reason = f"its prompt was not ready after {self._seconds:g} seconds"
+            reason = f"its prompt was not ready after {self.seconds:g} seconds"
             raise DeadlineExceeded(request_id, reason)
 
 
