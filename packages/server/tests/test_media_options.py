@@ -128,6 +128,7 @@ def test_the_options_are_those_of_treadle_multimodal_by_other_names(tmp_path: Pa
         (["--allowed-local-media-path", "/no/such"], "allowed_local_media_path: got '/no/such'"),
         (["--default-video-fps", "0"], "default_video_fps: got 0.0"),
         (["--mllm"], "mllm cannot be honoured, no media are taken: the model takes text only"),
+        (["--max-media-items", "3"], "max_media_items cannot be honoured, no media are taken"),
     ],
 )
 def test_what_cannot_be_honoured_is_one_sentence_at_the_start(

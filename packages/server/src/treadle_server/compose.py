@@ -98,6 +98,7 @@ def open_engine(
     *,
     lossy: bool = False,
     media: MediaOptions | None = None,
+    shown: Sequence[str] = (),
 ) -> Opened:
     """Load a model on the calling thread and make an engine over it.
 
@@ -110,6 +111,7 @@ def open_engine(
             decodes one token at a time.
         lossy: Keep drafts without verifying them.
         media: How images, videos and audio are taken, if the model takes some.
+        shown: Kinds of media that are there already.
 
     Raises:
         ModelLoadError: The checkpoint cannot be used.
@@ -125,7 +127,7 @@ def open_engine(
         nonlocal found
         why = why_text_only(options.model, wanted)
         if why:
-            check_text_only(wanted, why)
+            check_text_only(wanted, shown, why)
             found = NoMedia(why=why)
             return load(options, max_draft_tokens=max_draft_tokens)
         loaded, found = load_with_media(options, wanted, max_draft_tokens)
@@ -224,12 +226,14 @@ def why_text_only(model: str | None, options: MediaOptions) -> str:
     return ""
 
 
-def check_text_only(options: MediaOptions, why: str) -> None:
-    """Refuse options about media for a model that is used for text alone.
+def check_text_only(options: MediaOptions, shown: Sequence[str], why: str) -> None:
+    """Refuse media, and options about them, for a model that is used for text alone.
 
     Raises:
         Unsupported: One was given.
     """
+    if shown:
+        raise Unsupported(f"{shown[0]} cannot be shown to the model: {why}")
     if options.said:
         raise Unsupported(f"{options.said[0]} cannot be honoured, no media are taken: {why}")
 
@@ -338,6 +342,7 @@ def running_engine(config: RunConfig, media: MediaOptions) -> Opened:
         make_drafting=drafting_maker(config.speculative),
         lossy=config.speculative.speculative_lossy,
         media=media,
+        shown=[kind for kind, _ in config.run.media],
     )
 
 
