@@ -197,44 +197,42 @@ async def test_work_of_callers_who_left_still_counts() -> None:
         gate.set()
 
 
-async def test_prompts_that_nobody_waits_for_are_not_encoded(
-    serve: Any, tokenizer_type: Any, visitor: Any
-) -> None:
-    num_encoded = 0
+def slow_tokenizer(kind: Any) -> Any:
+    """One that takes its time for each text, and counts them."""
 
-    class Slow(tokenizer_type):
+    class Slow(kind):
+        num_encoded = 0
+
         def encode(self, text: str) -> list[int]:
-            nonlocal num_encoded
-            num_encoded += 1
+            self.num_encoded += 1
             time.sleep(0.02)
             return super().encode(text)
 
-    async with serve(tokenizer=Slow()) as served:
+    return Slow()
+
+
+async def test_prompts_that_nobody_waits_for_are_not_encoded(
+    serve: Any, tokenizer_type: Any, visitor: Any
+) -> None:
+    slow = slow_tokenizer(tokenizer_type)
+    async with serve(tokenizer=slow) as served:
         visit = visitor(served.app, "/v1/completions", {"prompt": ["x"] * 200})
         async with anyio.create_task_group() as group:
             group.start_soon(visit.visit)
-            await true(lambda: num_encoded > 0)
+            await true(lambda: slow.num_encoded > 0)
             visit.leave()
-    assert num_encoded < 150
+    assert slow.num_encoded < 150
 
 
 async def test_prompts_that_take_too_long_to_encode_are_a_504(
     serve: Any, tokenizer_type: Any
 ) -> None:
-    num_encoded = 0
-
-    class Slow(tokenizer_type):
-        def encode(self, text: str) -> list[int]:
-            nonlocal num_encoded
-            num_encoded += 1
-            time.sleep(0.02)
-            return super().encode(text)
-
-    async with serve(tokenizer=Slow()) as served:
+    slow = slow_tokenizer(tokenizer_type)
+    async with serve(tokenizer=slow) as served:
         response = await served.complete(["x"] * 200, timeout=0.2)
     assert response.status_code == 504
     assert "its prompt was not ready after 0.2 seconds" in response.json()["error"]["message"]
-    assert num_encoded < 100
+    assert slow.num_encoded < 100
 
 
 async def test_a_body_of_very_many_lists_is_refused_at_once(serve: Any) -> None:

@@ -41,11 +41,6 @@ class Room:
         self._waiting: deque[Share] = deque()
 
     @property
-    def num_bytes(self) -> int:
-        """All of it."""
-        return self._num_bytes
-
-    @property
     def taken(self) -> int:
         """What requests have of it."""
         return self._taken

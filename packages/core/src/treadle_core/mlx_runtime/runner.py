@@ -270,7 +270,7 @@ class ModelRunner:
             finish=finish,
         )
         if saved:
-            # They are copied: nobody is told that this belongs to the chunk.
+            # The step has ended before: what copying them takes says nothing of chunk or decode.
             step.settle()
             self._do_work(saved)
         self._before = step

@@ -67,20 +67,13 @@ QWEN = Layout(
     zero_centred=True,
     like_base=False,
 )
-QWEN_SPLIT = Layout(
-    prefix="",
-    names=QWEN_NAMES,
-    layer="layers.{i}.",
-    depth="mtp_num_hidden_layers",
-    like_base=False,
-)
+QWEN_SPLIT = replace(QWEN, prefix="", zero_centred=False)
+NEXTN_NAMES = {"enorm": "norm_embed", "hnorm": "norm_hidden", "eh_proj": "fc"}
 NEXTN = Layout(
     prefix="model.layers.{layer}.",
     depth="num_nextn_predict_layers",
     names={
-        "enorm": "norm_embed",
-        "hnorm": "norm_hidden",
-        "eh_proj": "fc",
+        **NEXTN_NAMES,
         "shared_head.norm": "norm",
         "shared_head.head": "lm_head",
         "embed_tokens": "embed_tokens",
@@ -100,14 +93,7 @@ GLM_LITE_SPLIT = Layout(
     like_base=False,
 )
 GLM_DSA_SPLIT = Layout(
-    prefix="mtp.",
-    names={
-        "enorm": "norm_embed",
-        "hnorm": "norm_hidden",
-        "eh_proj": "fc",
-        "shared_head_norm": "norm",
-    },
-    like_base=False,
+    prefix="mtp.", names={**NEXTN_NAMES, "shared_head_norm": "norm"}, like_base=False
 )
 MIMO = Layout(
     prefix="model.mtp_layers.{i}.",
@@ -121,14 +107,7 @@ MIMO = Layout(
     hidden_first=True,
 )
 
-EXAONE = Layout(
-    prefix="mtp.",
-    names=QWEN_NAMES,
-    layer="layers.{i}.",
-    depth="num_nextn_predict_layers",
-    blocks=DENSE,
-    like_base=False,
-)
+EXAONE = replace(QWEN, depth="num_nextn_predict_layers", blocks=DENSE, zero_centred=False)
 ERNIE = Layout(
     prefix="model.mtp_",
     names={
@@ -142,11 +121,7 @@ ERNIE = Layout(
     blocks=DENSE,
     like_base=False,
 )
-BAILING = Layout(
-    prefix="model.layers.{layer}.",
-    names={**NEXTN.names, "final_layernorm": "norm"},
-    depth="num_nextn_predict_layers",
-)
+BAILING = replace(NEXTN, names={**NEXTN.names, "final_layernorm": "norm"})
 LONGCAT = Layout(
     prefix="model.mtp.",
     names={
@@ -163,32 +138,21 @@ LONGCAT = Layout(
 )
 MIMO_V2 = Layout(
     prefix="model.mtp.layers.0.",
-    names={
-        "enorm": "norm_embed",
-        "hnorm": "norm_hidden",
-        "eh_proj": "fc",
-        "final_layernorm": "norm",
-    },
+    names={**NEXTN_NAMES, "final_layernorm": "norm"},
     blocks=OWN,
     renamed=(("pre_mlp_layernorm.", "post_attention_layernorm."),),
 )
 NEMOTRON = Layout(
     prefix="mtp.",
-    names={
-        "enorm": "norm_embed",
-        "hnorm": "norm_hidden",
-        "eh_proj": "fc",
-        "final_layernorm": "norm",
-    },
+    names=MIMO_V2.names,
     blocks=OWN,
     in_blocks=True,
     base_prefix="backbone.layers.",
 )
 NEMOTRON_SPLIT = replace(NEMOTRON, prefix="")
-STEP = Layout(
-    prefix="model.layers.{layer}.",
+STEP = replace(
+    NEXTN,
     names={**NEXTN.names, "shared_head.output": "lm_head"},
-    depth="num_nextn_predict_layers",
     blocks=OWN,
     renamed=(("transformer.", ""),),
     zero_centred=True,

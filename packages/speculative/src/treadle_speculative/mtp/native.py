@@ -25,7 +25,7 @@ from treadle_speculative.mtp.blocks import (
     LIKE_MODEL,
     WITHOUT_EXPERTS,
 )
-from treadle_speculative.mtp.files import AFFINE, DESCRIPTION, fill, load_head, parameters
+from treadle_speculative.mtp.files import AFFINE, DESCRIPTION, fill, load_head
 from treadle_speculative.mtp.head import HeadForm, MtpHead
 from treadle_speculative.mtp.layouts import (
     LAYOUTS,
@@ -215,6 +215,45 @@ def converted(
     Raises:
         ModelLoadError: A tensor is missing.
     """
+    found, layers = parted(layout, tensors, place, num)
+    if layout.zero_centred and not made_for_mlx:
+        found, layers = shifted(found), shifted(layers)
+    own, known = starts_of(layout, layers, place, num)
+    pattern = ""
+    for number, start in enumerate(own):
+        mine = {
+            name.removeprefix(start): tensor
+            for name, tensor in layers.items()
+            if name.startswith(start)
+        }
+        pattern += block_kind(mine) if layout.in_blocks else ""
+        if layout.like_base:
+            mine = converted_by_base(folder, mine, base, layout)
+        found |= {f"layers.{number}.{key}": value for key, value in stacked(folder, mine).items()}
+    found |= {key: value for key, value in layers.items() if not key.startswith(known)}
+    drop_shared(found, base)
+    blocks = layout.blocks
+    if blocks == LIKE_MODEL and base.name in WITHOUT_EXPERTS and "experts" not in "".join(layers):
+        blocks = DENSE
+    form = HeadForm(
+        hidden_first=layout.hidden_first,
+        own_embedding="embed_tokens.weight" in found,
+        own_output="lm_head.weight" in found,
+        layer=blocks,
+        last_norm=layout.last_norm,
+        place=place,
+        pattern=pattern,
+    )
+    return form, found
+
+
+def parted(
+    layout: Layout, tensors: Mapping[str, mx.array], place: int, num: int
+) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
+    """Tensors of a head's own modules by their names there, and those of layers as they are called.
+
+    What is another head's module, one of ``num``, is left out.
+    """
     names = {module.format(i=place): own for module, own in layout.names.items()}
     others = {module.format(i=i) for module in layout.names for i in range(num)} - names.keys()
     found: dict[str, mx.array] = {}
@@ -230,39 +269,19 @@ def converted(
             found[f"{names[module]}.{kind}"] = tensor
         else:
             layers[name] = tensor
-    if layout.zero_centred and not made_for_mlx:
-        found, layers = shifted(found), shifted(layers)
-    starts = [layout.layer.format(i=i) for i in range(num)]
-    own, others_own = [starts[place]], starts
+    return found, layers
+
+
+def starts_of(
+    layout: Layout, layers: Mapping[str, mx.array], place: int, num: int
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What the names of a head's layers begin with, in their order, and those of all ``num`` heads."""
     if layout.in_blocks:
         numbers = sorted({int(match.group(1)) for match in map(BLOCK.match, layers) if match})
-        own = others_own = [f"layers.{number}." for number in numbers]
-    pattern = ""
-    for number, start in enumerate(own):
-        mine = {
-            name.removeprefix(start): tensor
-            for name, tensor in layers.items()
-            if name.startswith(start)
-        }
-        pattern += block_kind(mine) if layout.in_blocks else ""
-        if layout.like_base:
-            mine = converted_by_base(folder, mine, base, layout)
-        found |= {f"layers.{number}.{key}": value for key, value in stacked(folder, mine).items()}
-    found |= {key: value for key, value in layers.items() if not key.startswith(tuple(others_own))}
-    drop_shared(found, base)
-    blocks = layout.blocks
-    if blocks == LIKE_MODEL and base.name in WITHOUT_EXPERTS and "experts" not in "".join(layers):
-        blocks = DENSE
-    form = HeadForm(
-        hidden_first=layout.hidden_first,
-        own_embedding="embed_tokens.weight" in found,
-        own_output="lm_head.weight" in found,
-        layer=blocks,
-        last_norm=layout.last_norm,
-        place=place,
-        pattern=pattern,
-    )
-    return form, found
+        blocks = tuple(f"layers.{number}." for number in numbers)
+        return blocks, blocks
+    starts = tuple(layout.layer.format(i=i) for i in range(num))
+    return (starts[place],), starts
 
 
 def block_kind(tensors: Mapping[str, Any]) -> str:
@@ -400,8 +419,3 @@ def quantise_like_base(head: MtpHead) -> None:
 def is_matrix(module: Any, like: Any) -> bool:
     """Whether a module's weight can be quantised in groups of that size."""
     return module.weight.shape[-1] % like.group_size == 0
-
-
-def size_of(head: MtpHead) -> int:
-    """Bytes of a head's tensors."""
-    return sum(tensor.nbytes for _, tensor in parameters(head))
