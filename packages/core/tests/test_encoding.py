@@ -45,6 +45,9 @@ class RecordingChunk:
     def budget(self, num_decoding: int, limit: int, num_waiting: int = 0) -> int:
         return self._inner.budget(num_decoding, limit, num_waiting)
 
+    def fuses(self, num_decoding: int) -> bool:
+        return True
+
     def observe_fused(self, num_decoding: int, num_prefill: int, seconds: float) -> None:
         raise AssertionError("nothing is fused here")
 
@@ -155,6 +158,20 @@ def test_what_takes_long_is_done_in_several_steps_in_each_of_which_streams_get_a
     assert [item.seconds for plan in encoding for item in plan.encodes] == [STALL] * 5
     assert all(decodes_alone(plan, "stream") for plan in encoding)
     assert encoder.num_pieces == 10
+
+
+def test_a_chunk_and_what_is_encoded_in_one_step_share_its_time() -> None:
+    workload = Workload(ScriptedEncoder({b"a": 10}, piece_seconds=0.4 * STALL))
+    workload.add(make_request("stream", 4, max_tokens=60))
+    workload.step(3)
+    short = 3 * CHUNK // 4
+    workload.add(make_request("r", 30, [MediaSpan(0, 20, b"a")]), make_request("text", short + 1))
+
+    workload.finish()
+
+    (shared,) = [plan for plan in workload.runner.plans if plan.encodes and plan.prefills]
+    assert [len(prefill.tokens) for prefill in shared.prefills] == [short]
+    assert [item.seconds for item in shared.encodes] == [pytest.approx(STALL / 4)]
 
 
 def decodes_alone(plan: Plan, id: str) -> bool:

@@ -165,6 +165,67 @@ def test_a_chunk_that_shares_its_forward_costs_what_the_step_takes_longer() -> N
     assert chunk.budget(0, LIMIT) == alone
 
 
+class Crowded(Machine):
+    """A machine on which each decoding row takes its time, and a chunk beside them most of its."""
+
+    def __init__(self) -> None:
+        super().__init__(fixed=0.09, per_token=3e-3)
+
+    def decode_of(self, rows: int) -> float:
+        return 0.016 * rows
+
+    def step(self, chunk: AdaptiveChunk, rows: int, left: int, waiting: int = 0) -> int:
+        """One step with a chunk, fused where it may be; how many tokens it had."""
+        tokens = min(left, chunk.budget(rows, LIMIT, waiting))
+        if chunk.fuses(rows):
+            chunk.observe_fused(rows, tokens, self.decode_of(rows) + self.cost(tokens))
+        else:
+            chunk.observe(rows, tokens, self.cost(tokens))
+            chunk.observe(rows, 0, self.decode_of(rows))
+        return tokens
+
+
+def test_where_every_step_has_a_chunk_it_is_still_known_what_the_rows_take() -> None:
+    """Prompts that come at once, one row more with each: never a step that only decodes."""
+    machine, chunk, steps = Crowded(), AdaptiveChunk(), 0
+    for rows in range(1, 9):
+        left = 33
+        while left:
+            left -= machine.step(chunk, rows, left, waiting=8 - rows)
+            steps += 1
+
+    assert steps <= 24
+    assert chunk.budget(8, LIMIT) == pytest.approx(
+        (1.5 * machine.decode_of(8) - 0.09) / 3e-3, abs=5
+    )
+
+
+def test_after_most_rows_have_left_a_chunk_is_not_what_they_would_have_waited_for() -> None:
+    machine, chunk = Crowded(), AdaptiveChunk()
+    for _ in range(30):
+        machine.step(chunk, 8, 10_000)
+    before = chunk.budget(8, LIMIT)
+
+    for _ in range(30):
+        machine.step(chunk, 2, 10_000)
+
+    assert before >= 30
+    assert chunk.budget(2, LIMIT) <= SMALLEST_CHUNK
+
+
+def test_what_rows_take_is_learnt_apart_where_their_number_is_another() -> None:
+    chunk = AdaptiveChunk()
+    assert not chunk.fuses(1)
+
+    chunk.observe(4, 0, 0.06)
+
+    assert [rows for rows in range(1, 20) if chunk.fuses(rows)] == list(range(2, 9))
+    # All at once, not a little with each step.
+    chunk.observe(12, 0, 0.18)
+    chunk.observe_fused(12, 200, 0.18 + 0.2)
+    assert chunk.budget(12, LIMIT) == pytest.approx(1.5 * 0.18 / 1e-3, rel=0.02)
+
+
 def test_the_chunk_grows_again_when_tokens_become_faster() -> None:
     machine, chunk = Machine(per_token=1e-3), AdaptiveChunk(0.1)
     machine.run(chunk, 40)

@@ -4,6 +4,7 @@ import gc
 
 import mlx.core as mx
 import pytest
+from msgspec.structs import replace
 
 from treadle_core.mlx_runtime.adapter import TextModel, inspect
 from treadle_core.mlx_runtime.load import make_runner
@@ -192,6 +193,18 @@ def test_only_the_last_chunk_goes_with_the_decoding_rows(model: TextModel) -> No
     assert len(result.prefill_seconds) == 1
     (first,), (second,) = (zoo.greedy(model.model, prompt, 1) for prompt in (FIRST, SECOND))
     assert tokens_of(result) == [{"a": first, "b": second}]
+
+
+def test_a_chunk_goes_alone_where_the_plan_says_so(model: TextModel) -> None:
+    runner = make_runner(model.model, zoo.config("llama"))
+    runner.submit(one_group()).wait()
+    plan = beside(2, prefill(B, 0, 1, SECOND[:-1]))
+
+    result = runner.submit(replace(plan, fuses=False)).wait()
+
+    assert not result.fused
+    assert len(result.prefill_seconds) == 1
+    assert tokens_of(result) == [{"a": zoo.greedy(model.model, FIRST, 1)[0]}]
 
 
 def test_a_chunk_that_something_else_follows_goes_alone(model: TextModel) -> None:

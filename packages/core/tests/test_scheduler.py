@@ -478,6 +478,26 @@ def test_every_workload_ends_within_its_bounds(
             assert end.usage.completion_tokens == longest - length + 1
 
 
+class Learning(FixedChunk):
+    """Has to see what three rows take."""
+
+    def fuses(self, num_decoding: int) -> bool:
+        return num_decoding != 3
+
+
+def test_a_step_says_whether_its_chunk_may_go_with_its_decode() -> None:
+    layout = KvLayout([LAYER], budget_bytes=None, max_rows=8, context_length=4_096)
+    limits = Limits(prefill_step_size=40, max_num_batched_tokens=60, max_num_seqs=8)
+    chunk = Learning(30)
+    scheduler = Scheduler(layout=layout, chunk=chunk, queue=WaitingQueue(), limits=limits)
+    scheduler.add([make_sequence(order, 45) for order in range(1, 5)])
+
+    plans = [scheduler.plan(0.0) for _ in range(20)]
+
+    assert {len(plan.decodes) for plan in plans} >= {1, 2, 3}
+    assert all(plan.fuses == (len(plan.decodes) != 3) for plan in plans)
+
+
 class Eager(FixedChunk):
     """Says that beginning another chunk costs as much as very many tokens."""
 

@@ -154,6 +154,17 @@ class TestPieces:
         assert prompt.items[0].digest in cache
         check_with_mlx_vlm(family, prompt, encoder, media)
 
+    def test_no_other_item_is_begun_when_a_piece_would_end_too_late(self) -> None:
+        encoder, counting, _ = make("qwen2_vl")
+        prompt = encoded("qwen2_vl", "look", SAME_SIZE)
+
+        # Each piece takes a second, and so does each look at the clock between two of them.
+        encoder.encode(prompt, prompt.segments[0].start, 3 * LAYERS["qwen2_vl"] + 0.5)
+
+        assert counting.calls == [1]
+        first, stop = prompt.segments[0], prompt.segments[-1].end
+        assert encoder.ready(prompt, 0, stop) >= first.end
+
     @pytest.mark.parametrize("family", HEARING)
     def test_so_it_is_with_a_sound(self, family: str) -> None:
         encoder, counting, _ = make(family)
@@ -420,6 +431,9 @@ class Sliver:
 
     def budget(self, num_decoding: int, limit: int, num_waiting: int = 0) -> int:
         return self._inner.budget(1, limit)
+
+    def fuses(self, num_decoding: int) -> bool:
+        return True
 
     def observe_fused(self, num_decoding: int, num_prefill: int, seconds: float) -> None:
         raise AssertionError("nothing is fused here")

@@ -212,6 +212,34 @@ def test_a_long_prompt_is_read_in_pieces_while_others_are_drafted_for() -> None:
     assert long == expected
 
 
+class Told(FixedChunk):
+    """Lets a chunk share a forward or not, and notes how many did."""
+
+    def __init__(self, *, fuses: bool) -> None:
+        super().__init__(16)
+        self.num_fused = 0
+        self._may = fuses
+
+    def fuses(self, num_decoding: int) -> bool:
+        return self._may
+
+    def observe_fused(self, num_decoding: int, num_prefill: int, seconds: float) -> None:
+        self.num_fused += 1
+
+
+@pytest.mark.parametrize("fuses", [True, False])
+def test_a_chunk_shares_the_forward_of_drafting_where_it_may(fuses: bool) -> None:
+    chunk = Told(fuses=fuses)
+    drafter = drafter_of(chunk=chunk)
+    drafter.join(draft_row(A, prompt_of(5), []))
+    drafter.join(draft_row(B, prompt_of(70), []))
+
+    while drafter.propose([DraftRoom(A, 3), DraftRoom(B, 3)])[1].pending:
+        pass
+
+    assert bool(chunk.num_fused) == fuses
+
+
 def test_rows_beyond_its_memory_decode_plainly() -> None:
     spec = runner_of("llama").spec
     bytes_of_two = sum(layer_bytes(layer, 2, 128, 4) for layer in spec.layers)

@@ -61,7 +61,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             to ``max_decode_stall_ms``.
         max_decode_stall_ms: How much longer than a plain decode step a step may take because of
             prefill, when the chunk adapts; None means one and a half decode steps, at least
-            100 ms, and up to four times that while more prompts wait than rows decode.
+            80 ms, and up to four times that while more prompts wait than rows decode.
         policy: ``fcfs`` or ``priority``.
         ageing_seconds: Under ``priority``, waiting this long counts as one step of priority.
         kv_memory_bytes: Most bytes of live KV, that of a draft model included; None is no limit.

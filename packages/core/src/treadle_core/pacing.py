@@ -10,7 +10,7 @@ FIRST_CHUNK_ALONE = 256
 SMALLEST_CHUNK_ALONE = 64
 LONGEST_CHUNK_SECONDS = 1.0
 OUTLIER = 2.5
-SHORTEST_STALL = 0.1
+SHORTEST_STALL = 0.08
 STALL_IN_STEPS = 1.5
 LONGEST_STRETCH = 1.25
 LONGEST_STRETCH_DEEP = 1.6
@@ -18,6 +18,7 @@ SOMEBODY_WAITS = 2.0
 CROWDED = 4.0
 FORGOTTEN = 0.05
 LEAST_SHARE = 0.05
+SIMILAR = 2
 
 
 class FixedChunk:
@@ -39,6 +40,10 @@ class FixedChunk:
         """Prompt tokens for the next step, at most ``limit``."""
         return min(self._tokens, limit) if num_decoding else limit
 
+    def fuses(self, num_decoding: int) -> bool:
+        """Nothing has to be learnt."""
+        return True
+
     def seconds(self, num_decoding: int) -> float:
         """How long a step may do something in place of a chunk."""
         return SHORTEST_STALL if num_decoding else LONGEST_CHUNK_SECONDS
@@ -58,9 +63,14 @@ class AdaptiveChunk:
     it further would hardly shorten the stall and would double the work. Until a speed is known
     the chunk starts small, and it never more than doubles.
 
+    Where chunk and decode share a forward, what the decode would have taken alone cannot be seen.
+    A step runs them apart whenever the rows are more than twice as many as they were when it was
+    last seen, or fewer than half: what was known of few rows would make a chunk beside many look
+    too dear to ever grow.
+
     Args:
         max_stall_seconds: How much longer a step may take because of prefill; None means one and
-            a half plain decode steps, at least 100 ms. While a prompt waits for its turn it is
+            a half plain decode steps, at least 80 ms. While a prompt waits for its turn it is
             twice that, for each further chunk of the prompt before it would keep it waiting; and
             up to four times while more prompts wait than rows decode: then most of those who
             would notice are in the queue.
@@ -69,6 +79,7 @@ class AdaptiveChunk:
     def __init__(self, max_stall_seconds: float | None = None) -> None:
         self._fixed_target = max_stall_seconds
         self._decode_seconds = 0.0
+        self._rows_seen = 0
         self._alone = ChunkCost()
         self._fused = ChunkCost()
         self._largest = 0
@@ -91,6 +102,12 @@ class AdaptiveChunk:
             wanted = self._wanted_alone()
         return max(1, min(wanted, limit))
 
+    def fuses(self, num_decoding: int) -> bool:
+        """Whether it is known what the decode of so many rows takes, from that of similar many."""
+        return (
+            self._rows_seen <= SIMILAR * num_decoding and num_decoding <= SIMILAR * self._rows_seen
+        )
+
     def seconds(self, num_decoding: int) -> float:
         """How long a step may do something in place of a chunk."""
         return self._target(0.0) if num_decoding else LONGEST_CHUNK_SECONDS
@@ -98,9 +115,7 @@ class AdaptiveChunk:
     def observe(self, num_decoding: int, num_prefill: int, seconds: float) -> None:
         """Learn from a chunk, or from a decode (``num_prefill`` is 0)."""
         if num_prefill == 0:
-            weight = 1.0 if self._decode_seconds == 0.0 else NEWEST
-            seconds = min(seconds, OUTLIER * self._decode_seconds or seconds)
-            self._decode_seconds += weight * (seconds - self._decode_seconds)
+            self._learn_decode(num_decoding, seconds)
             return
         self._alone.learn(num_prefill, seconds)
         if num_decoding:
@@ -110,6 +125,15 @@ class AdaptiveChunk:
         """Learn from a chunk that shared its forward: what it cost beyond a plain decode."""
         self._fused.learn(num_prefill, max(seconds - self._decode_seconds, LEAST_SHARE * seconds))
         self._note_size(num_prefill)
+
+    def _learn_decode(self, num_rows: int, seconds: float) -> None:
+        if self._rows_seen:
+            # More rows may take as much longer as they are more.
+            usual = self._decode_seconds * max(1.0, num_rows / self._rows_seen)
+            seconds = min(seconds, OUTLIER * usual or seconds)
+        weight = NEWEST if self.fuses(num_rows) else 1.0
+        self._decode_seconds += weight * (seconds - self._decode_seconds)
+        self._rows_seen = num_rows
 
     def _note_size(self, num_prefill: int) -> None:
         self._largest = max(num_prefill, int(self._largest * (1 - FORGOTTEN)))

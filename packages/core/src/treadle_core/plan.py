@@ -190,6 +190,7 @@ class Plan(Struct, frozen=True, kw_only=True):
             that they rely on.
         decodes: Rows that sample: all decoding rows, ordered by group and row.
         lossy: Keep its drafts unverified, as far as no mask forbids them.
+        fuses: Whether its last chunk may go through the model together with its decodes.
     """
 
     number: int
@@ -198,6 +199,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     work: tuple[Work, ...] = ()
     decodes: tuple[Decode, ...] = ()
     lossy: bool = False
+    fuses: bool = True
 
     @property
     def prefills(self) -> tuple[Prefill, ...]:

@@ -42,6 +42,13 @@ class ChunkPolicy(Protocol):
         """
         ...
 
+    def fuses(self, num_decoding: int) -> bool:
+        """Whether a chunk may go through the model beside so many decoding rows.
+
+        Not while it has to be seen what either takes without the other.
+        """
+        ...
+
     def observe(self, num_decoding: int, num_prefill: int, seconds: float) -> None:
         """What a part of a step took.
 

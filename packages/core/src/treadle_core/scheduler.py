@@ -71,7 +71,7 @@ class Draft:
         self.work: list[Work] = []
         self.decodes: list[Decode] = []
 
-    def freeze(self) -> Plan:
+    def freeze(self, chunk: ChunkPolicy) -> Plan:
         """The plan as data."""
         return Plan(
             number=self.number,
@@ -79,6 +79,7 @@ class Draft:
             joins=tuple(self.joins),
             work=tuple(self.work),
             decodes=tuple(self.decodes),
+            fuses=chunk.fuses(len(self.decodes)),
         )
 
 
@@ -246,7 +247,7 @@ class Scheduler:
         admits = not preempted and (self._reuse is None or not self._reuse.holds_back(now))
         prefilled = self._plan_prefill(draft, now, only, drafts, may_admit=admits)
         self._plan_decode(draft, drafts)
-        plan = draft.freeze()
+        plan = draft.freeze(self._chunk)
         if plan.has_work:
             decoded = (self._running[decode.key] for decode in plan.decodes)
             involved = dict.fromkeys([*restored, *prefilled, *decoded])
@@ -489,7 +490,7 @@ class Scheduler:
         limit = min(self._limits.prefill_step_size, room)
         if limit <= 0:
             return []
-        left = self._chunk.budget(num_decoding, limit, len(self._waiting))
+        left = budget = self._chunk.budget(num_decoding, limit, len(self._waiting))
         served: list[Sequence] = []
         # Whoever is prefilled to the end decodes in the same step: one token more.
         while left > 0 and room > 1:
@@ -501,8 +502,8 @@ class Scheduler:
                 continue
             ready = self._num_ready(sequence)
             if sequence.num_to_prefill and not ready:
-                # A step of its own: what that takes is not known before.
-                self._encode(draft, sequence, num_decoding)
+                # The last of the step: what it takes is not known before.
+                self._encode(draft, sequence, left / budget * self._chunk.seconds(num_decoding))
                 break
             num = self._prefill(draft, sequence, left, min(ready, room - 1))
             left -= num + self._chunk.overhead
@@ -521,8 +522,7 @@ class Scheduler:
         start = sequence.num_computed
         return self._encoder.ready(prompt, start, start + num) - start
 
-    def _encode(self, draft: Draft, sequence: Sequence, num_decoding: int) -> None:
-        seconds = self._chunk.seconds(num_decoding)
+    def _encode(self, draft: Draft, sequence: Sequence, seconds: float) -> None:
         start = sequence.num_computed
         draft.work.append(Encode(key=sequence.key, start=start, seconds=seconds))
 

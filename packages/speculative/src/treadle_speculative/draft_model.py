@@ -452,6 +452,7 @@ class DraftModelDrafter:
             joins=tuple(changes.joins.values()),
             work=tuple(changes.work),
             decodes=tuple(decodes),
+            fuses=self._chunk.fuses(len(self._rows)),
         )
         return self._runner.submit(plan)
 

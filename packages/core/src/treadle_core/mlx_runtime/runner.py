@@ -304,7 +304,8 @@ class ModelRunner:
         """
         apart = plan.work, None, (), ()
         last = max((i for i, w in enumerate(plan.work) if isinstance(w, Prefill)), default=-1)
-        if last < 0 or not plan.decodes or plan.has_drafts or not self._fuses:
+        may_fuse = self._fuses and plan.fuses and not plan.has_drafts
+        if last < 0 or not plan.decodes or not may_fuse:
             return apart
         chunk, after = plan.work[last], plan.work[last + 1 :]
         assert isinstance(chunk, Prefill)

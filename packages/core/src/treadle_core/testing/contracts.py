@@ -101,6 +101,14 @@ class ChunkPolicyContract:
             assert policy.seconds(0) > 0
             policy.observe(*observation)
 
+    def test_a_plain_decode_is_enough_to_fuse(self, policy: ChunkPolicy) -> None:
+        """Whatever was observed before: there is no end to asking otherwise."""
+        for observation in _OBSERVATIONS:
+            for rows in (1, 3, 256):
+                policy.observe(rows, 0, 0.02)
+                assert policy.fuses(rows)
+            policy.observe(*observation)
+
     def test_beginning_a_chunk_costs_no_less_than_nothing(self, policy: ChunkPolicy) -> None:
         """At any time."""
         for observation in _OBSERVATIONS:

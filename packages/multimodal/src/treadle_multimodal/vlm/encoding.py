@@ -184,15 +184,15 @@ class MediaEncoder:
         return stop
 
     def encode(self, prompt: EncodedPrompt, start: int, seconds: float) -> None:
-        """Work on what a position needs, and the positions behind it."""
-        end = self._now() + seconds
+        """Work on what a position needs, and the positions behind it: one piece at least."""
+        end, longest = self._now() + seconds, 0.0
         while items := self._missing(prompt, start):
             job = self._jobs.get(items[0].digest) or self._begin(items, seconds)
-            if not self._work(job, end, seconds):
-                return
+            while not job.is_done:
+                if longest and self._now() + longest > end:
+                    return
+                longest = max(longest, self._piece(job, seconds))
             self._end(job)
-            if self._now() >= end:
-                return
 
     def take(self, item: PreparedItem) -> Features:
         """Those of an item for a chunk that shows it: made before, or now."""
@@ -248,21 +248,16 @@ class MediaEncoder:
         job = self._jobs[items[0].digest] = Job(chosen, self._encoder)
         return job
 
-    def _work(self, job: Job, end: float, seconds: float) -> bool:
-        """Do pieces of a job, one at least, until it is done or the next would end too late."""
-        longest = 0.0
-        while not job.is_done:
-            before = self._now()
-            if longest and before + longest > end:
-                return False
-            ended = job.advance(self._fitting(seconds))
-            took = self._now() - before
-            longest = max(longest, took)
-            job.call_seconds += took
-            if ended:
-                self._learn(job.call_seconds / job.call_size)
-                job.call_seconds = 0.0
-        return True
+    def _piece(self, job: Job, seconds: float) -> float:
+        """Do the next piece of a job, and return what it took."""
+        before = self._now()
+        ended = job.advance(self._fitting(seconds))
+        took = self._now() - before
+        job.call_seconds += took
+        if ended:
+            self._learn(job.call_seconds / job.call_size)
+            job.call_seconds = 0.0
+        return took
 
     def _learn(self, speed: float) -> None:
         """Seconds that a call took for each number that it was given."""
