@@ -20,6 +20,7 @@ SCHEMA_VERSION = 3
 
 # One more page of the log costs no more than reading it; a short log keeps the byte limit tight.
 LOG_PAGES = 64
+PAGE_BYTES = 4096
 
 # Changes that are kept for those who follow them; whoever is further behind reads all rows.
 JOURNAL_ROWS = 1024
@@ -101,6 +102,7 @@ _PASSING = {
     sqlite3.SQLITE_LOCKED,
     sqlite3.SQLITE_NOMEM,
     sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_PROTOCOL,
     sqlite3.SQLITE_READONLY,
 }
 
@@ -484,6 +486,8 @@ def _connect(path: Path, timeout: float) -> sqlite3.Connection:
         # the files, which would cost a hundred times less than waiting for the device each time.
         connection.execute("PRAGMA synchronous = OFF")
         connection.execute(f"PRAGMA wal_autocheckpoint = {LOG_PAGES}")
+        # A process that is stopped while it reads makes the log grow; afterwards it is cut again.
+        connection.execute(f"PRAGMA journal_size_limit = {LOG_PAGES * PAGE_BYTES}")
     except BaseException:
         connection.close()
         raise

@@ -225,9 +225,8 @@ class Shelf:
             self._check_orphans(change, found)
             change.recount()
             self._remove_stale()
-            if self._limits is not None:
-                self._shrink(change, self._limits)
             self._overhead_bytes()
+            self._shrink(change)
             self._look(change)
 
     def _scan_entries(self) -> dict[bytes, Found]:
@@ -336,8 +335,10 @@ class Shelf:
         self._overhead = total
         return total
 
-    def _shrink(self, change: Change, limits: Limits) -> bool:
-        return self._make_room(change, limits, 0, b"", 0) is None
+    def _shrink(self, change: Change) -> None:
+        """Evict what is too much: the index grows too, while a process stands still that reads."""
+        if self._limits is not None:
+            self._make_room(change, self._limits, 0, b"", 0)
 
     def _make_room(
         self, change: Change, limits: Limits, num_bytes: int, keep: bytes, begun: int
@@ -404,6 +405,7 @@ class Shelf:
         """Note a use of entries, the first of them as the latest."""
         with self.catalog.changing() as change:
             change.touch(digests, self._now())
+            self._shrink(change)
 
     def _set_all_aside(
         self, entries: Sequence[Entry], encoded: Sequence[Encoded | None], epoch: int
@@ -501,6 +503,7 @@ class Shelf:
                 outcomes.append("written" if is_ready else "cleared")
             for digest in digests[num_written:]:
                 self._take_back(change, digest)
+            self._shrink(change)
             self._look(change)
         return outcomes
 

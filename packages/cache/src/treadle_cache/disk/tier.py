@@ -329,10 +329,15 @@ class DiskTier(SlowTier):
         with self._changed:
             if self._is_closed:
                 return
-            self._counters.add("index_errors")
+            self._count_index_error(error)
             if needs_order(error):
                 # What it said holds no more.
                 self._mirror.forget()
+
+    def _count_index_error(self, error: OSError | sqlite3.Error) -> None:
+        name = getattr(error, "sqlite_errorname", type(error).__name__)
+        self._counters.add("index_errors")
+        self._counters.add(f"index_errors_{name.lower()}")
 
     # Reading
 
@@ -595,8 +600,8 @@ class DiskTier(SlowTier):
             digests = list(islice(self._touched, MAX_TOUCHED))
         try:
             self._shelf.touch(digests)
-        except DISK_ERRORS:
-            self._counters.add("index_errors")
+        except DISK_ERRORS as error:
+            self._count_index_error(error)
         with self._changed:
             for digest in digests:
                 self._touched.pop(digest, None)
@@ -745,8 +750,8 @@ class DiskTier(SlowTier):
             self._must_look = False
         try:
             self._shelf.look()
-        except DISK_ERRORS:
-            self._counters.add("index_errors")
+        except DISK_ERRORS as error:
+            self._count_index_error(error)
 
     def close(self) -> None:
         """Flush and end the threads, or give up what takes too long. Idempotent."""
