@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("treadle_multimodal", reason="the default environment leaves mlx-vlm out")
 
+from msgspec.structs import replace
 from PIL import Image
 
 from treadle_core import SystemClock
@@ -350,35 +351,57 @@ async def test_decoded_bytes_of_every_kind_count(part: MediaPart, size: int) -> 
 
 
 async def test_the_first_failure_ends_the_others() -> None:
-    async with serving({"/silence": silence}) as server:
-        start = time.monotonic()
-        with pytest.raises(BrokenMedia) as caught:
-            await loader(server).load([url_part(server.url("/silence")), image_part(b"")])
+    async with serving({"/silence": silence, "/": body(b"")}) as server:
+        for parts in (
+            [url_part(server.url("/silence")), url_part("ftp://nowhere/")],
+            [bytes_part("video", LONG, fps=240.0), image_part(b"")],
+        ):
+            start = time.monotonic()
+            with pytest.raises(MediaError) as caught:
+                await loader(server).load(parts)
+            assert caught.value.item is not None
+            assert caught.value.item.index == 1
+            assert time.monotonic() - start < 2.0
 
-    assert caught.value.item is not None
-    assert caught.value.item.index == 1
-    assert time.monotonic() - start < 2.0
 
+class Counted:
+    """An answer that notes how many are under way at once."""
 
-async def test_no_more_items_than_allowed_are_worked_on_at_once() -> None:
-    running = most = 0
+    def __init__(self) -> None:
+        self.most = self._running = 0
 
-    async def count(stream: Any) -> None:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
+    async def __call__(self, stream: Any) -> None:
+        self._running += 1
+        self.most = max(self.most, self._running)
         await anyio.sleep(0.05)
-        running -= 1
+        self._running -= 1
         await body(png())(stream)
 
-    async with serving({"/a": count}) as server:
-        shared = loader(server, MediaLimits(max_concurrent=2))
-        parts = [url_part(server.url("/a"))] * 4
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(shared.load, parts)
-            tasks.start_soon(shared.load, parts)
 
-    assert most == 2
+async def test_no_more_items_of_a_request_than_allowed_are_fetched_at_once() -> None:
+    counted = Counted()
+    async with serving({"/a": counted}) as server:
+        await loader(server, MediaLimits(max_concurrent=2)).load([url_part(server.url("/a"))] * 5)
+
+    assert counted.most == 2
+
+
+async def test_hosts_that_are_slow_hold_up_nobody_else() -> None:
+    """Neither a thread nor the room for pixels is taken while something is fetched."""
+    limits = MediaLimits(max_concurrent=1, max_pixels=24 * 16, max_loaded_bytes=2**20)
+    async with serving({"/silence": silence, "/a": body(png())}) as server:
+        shared = loader(server, replace(limits, max_image_bytes=2**18))
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(shared.load, [url_part(server.url("/silence"))] * 2)
+            await until(lambda: len(server.heads) == 2)
+            with anyio.fail_after(5):
+                assert len(await shared.load([image_part(png())] * 3)) == 3
+            tasks.cancel_scope.cancel()
+        # Those who fetch share room of their own: the third waited.
+        assert len(server.heads) == 2
+        assert len(await shared.load([url_part(server.url("/a")), image_part(png())])) == 2
+        assert (shared._room.taken, shared._fetch_room.taken) == (0, 0)
 
 
 async def test_cancelling_ends_fetches_and_decoders() -> None:
@@ -386,9 +409,10 @@ async def test_cancelling_ends_fetches_and_decoders() -> None:
     config = MultimodalConfig(limits=MediaLimits(max_frames=5000, max_video_pixels=2**38))
     async with serving({"/silence": silence}) as server:
         fetcher = Fetcher(server.policy, config.limits, resolver=to_loopback())
-        parts = [url_part(server.url("/silence")), bytes_part("video", LONG, fps=240.0)]
+        shared = MediaLoader(config, fetcher=fetcher, clock=clock)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(MediaLoader(config, fetcher=fetcher, clock=clock).load, parts)
+            tasks.start_soon(shared.load, [url_part(server.url("/silence"))])
+            tasks.start_soon(shared.load, [bytes_part("video", LONG, fps=240.0)])
             # All 600 packets were looked at, and some of the 600 frames.
             await until(lambda: clock.calls > 620 and bool(server.heads))
             tasks.cancel_scope.cancel()

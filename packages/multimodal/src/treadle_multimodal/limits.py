@@ -41,11 +41,13 @@ class MediaLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         fetch_seconds: For fetching one item, its redirects included.
         decode_seconds: For decoding one item.
         max_redirects: Redirects followed for one item.
-        max_concurrent: Items that are fetched or decoded at one moment, over all requests.
+        max_concurrent: Items that are decoded at one moment, over all requests, and that are fetched
+            at one moment for one request.
         max_loaded_bytes: Of the media of all requests that were not answered yet; others wait for
             room. While they are loaded, they count as large as they may be, then as their pixels
             and samples, and once they are prepared as what was made of them, which is not limited
-            alone: while that is more than there is room for, nobody else's are loaded.
+            alone: while that is more than there is room for, nobody else's are loaded. Files that
+            are fetched have as much room of their own, before they are loaded.
     """
 
     max_items: int = 32

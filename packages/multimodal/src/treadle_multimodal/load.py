@@ -2,8 +2,8 @@
 
 import os
 import sys
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from threading import Lock
 from typing import Protocol, TypeVar, assert_never
@@ -52,7 +52,8 @@ _Made = TypeVar("_Made", bound=Made)
 class MediaLoader:
     """Loads the media of requests. One serves all of them, and bounds them together.
 
-    Fetching happens on the event loop, everything else in worker threads.
+    Fetching happens on the event loop, everything else in worker threads. Remote media are fetched
+    first: a request holds nothing that others need to decode theirs while it waits for a host.
 
     Args:
         config: Limits and policy.
@@ -71,6 +72,7 @@ class MediaLoader:
         self._fetcher = fetcher or Fetcher(config.fetch, config.limits)
         self._clock = clock or SystemClock()
         self._room = Room(config.limits.max_loaded_bytes)
+        self._fetch_room = Room(config.limits.max_loaded_bytes)
         self._slots = anyio.CapacityLimiter(config.limits.max_concurrent)
         self._threads = anyio.CapacityLimiter(min(config.limits.max_concurrent, spare_cores()))
 
@@ -82,8 +84,8 @@ class MediaLoader:
         It waits until there is room for them beside those of other requests. They have it until
         this returns; with :meth:`prepare`, longer.
 
-        The first item that fails ends the others. When this returns, raises or is cancelled,
-        nothing of it runs any more.
+        The first item that fails ends the others; none is decoded before all are fetched. When this
+        returns, raises or is cancelled, nothing of it runs any more.
 
         Args:
             parts: What to load.
@@ -92,8 +94,9 @@ class MediaLoader:
         Raises:
             MediaError: There are too many, or an item cannot be used; ``item`` then names it.
         """
-        async with self._share(parts):
-            return await self._load(parts, fields, Budget(self._config.limits))
+        budget = Budget(self._config.limits)
+        async with self._fetched(parts, fields, budget) as files, self._share(parts):
+            return await self._load(parts, files, fields, budget)
 
     @asynccontextmanager
     async def prepare(
@@ -116,9 +119,12 @@ class MediaLoader:
         Raises:
             MediaError: As :meth:`load`; also what ``work`` raises.
         """
-        async with self._share(parts) as share:
-            budget = Budget(self._config.limits)
-            media = await self._load(parts, fields, budget)
+        budget = Budget(self._config.limits)
+        async with AsyncExitStack() as stack:
+            async with self._fetched(parts, fields, budget) as files:
+                share = await stack.enter_async_context(self._share(parts))
+                media = await self._load(parts, files, fields, budget)
+                del files
             share.resize(budget.decoded)
             made = await self._in_thread(partial(work, media))
             del media
@@ -126,26 +132,69 @@ class MediaLoader:
             yield made
 
     @asynccontextmanager
-    async def _share(self, parts: Sequence[MediaPart]) -> AsyncGenerator[Share]:
-        """Room for as much as the media of a request can be, whose sizes nobody knows yet."""
-        limits, rate = self._config.limits, self._config.audio_sample_rate
+    async def _fetched(
+        self, parts: Sequence[MediaPart], fields: Sequence[str], budget: "Budget"
+    ) -> AsyncGenerator[tuple[Bytes | None, ...]]:
+        """The remote files of a request, which have room; None for items that are here already."""
+        limits = self._config.limits
         if len(parts) > limits.max_items:
             most = f"at most {limits.max_items} in a request"
             raise MediaTooLarge("media", f"{len(parts)} items", most)
+        remote = [part for part in parts if isinstance(part.source, Url)]
+        if not remote:
+            yield (None,) * len(parts)
+            return
+
+        async def fetch(index: int) -> Bytes | None:
+            part = parts[index]
+            if not isinstance(part.source, Url):
+                return None
+            most = limits.max_bytes(part.kind)
+            fetched = await self._fetcher.fetch(part.source.url, most, budget.take_encoded)
+            return Bytes(data=fetched.data, media_type=fetched.media_type)
+
+        largest = sum(limits.max_bytes(part.kind) for part in remote)
+        async with self._fetch_room.share(min(largest, limits.max_request_bytes)) as share:
+            at_once = anyio.CapacityLimiter(limits.max_concurrent)
+            files = await self._each(parts, fields, at_once, fetch)
+            share.resize(budget.encoded)
+            yield files
+
+    @asynccontextmanager
+    async def _share(self, parts: Sequence[MediaPart]) -> AsyncGenerator[Share]:
+        """Room for as much as the media of a request can be, whose sizes nobody knows yet."""
+        limits, rate = self._config.limits, self._config.audio_sample_rate
         largest = sum(limits.max_decoded(part.kind, rate) for part in parts)
         async with self._room.share(min(largest, limits.max_decoded_bytes)) as share:
             yield share
 
     async def _load(
-        self, parts: Sequence[MediaPart], fields: Sequence[str], budget: "Budget"
+        self,
+        parts: Sequence[MediaPart],
+        files: Sequence[Bytes | None],
+        fields: Sequence[str],
+        budget: "Budget",
     ) -> tuple[Media, ...]:
-        loaded: dict[int, Media] = {}
+        async def load(index: int) -> Media:
+            return await self._load_part(parts[index], files[index], budget)
+
+        return await self._each(parts, fields, self._slots, load)
+
+    async def _each(
+        self,
+        parts: Sequence[MediaPart],
+        fields: Sequence[str],
+        at_once: anyio.CapacityLimiter,
+        work: Callable[[int], Awaitable[_T]],
+    ) -> tuple[_T, ...]:
+        """Do something for each item by its number; the first that fails ends the others."""
+        done: dict[int, _T] = {}
         failures: list[MediaError] = []
 
-        async def load_item(index: int, part: MediaPart) -> None:
+        async def do(index: int, part: MediaPart) -> None:
             try:
-                async with self._slots:
-                    loaded[index] = await self._load_part(part, budget)
+                async with at_once:
+                    done[index] = await work(index)
             except MediaError as error:
                 source = describe_source(part.source)
                 field = fields[index] if fields else ""
@@ -155,21 +204,23 @@ class MediaLoader:
 
         async with anyio.create_task_group() as tasks:
             for index, part in enumerate(parts):
-                tasks.start_soon(load_item, index, part)
+                tasks.start_soon(do, index, part)
         if failures:
             raise failures[0]
-        return tuple(loaded[index] for index in range(len(parts)))
+        return tuple(done[index] for index in range(len(parts)))
 
-    async def _load_part(self, part: MediaPart, budget: "Budget") -> Media:
+    async def _load_part(self, part: MediaPart, fetched: Bytes | None, budget: "Budget") -> Media:
         source = part.source
-        if isinstance(source, Url):
-            max_bytes = self._config.limits.max_bytes(part.kind)
-            fetched = await self._fetcher.fetch(source.url, max_bytes, budget.take_encoded)
-            source = Bytes(data=fetched.data, media_type=fetched.media_type)
-        elif not isinstance(source, PilImage):
-            source = await self._in_thread(partial(self._read, part, source))
-            budget.take_encoded(len(source.data))
+        if not isinstance(source, PilImage):
+            source = fetched or await self._read_here(part, budget)
         return await self._in_thread(partial(self._decode, part, source, budget.take_decoded))
+
+    async def _read_here(self, part: MediaPart, budget: "Budget") -> Bytes:
+        source = part.source
+        assert not isinstance(source, Url | PilImage), "nothing to read"
+        file = await self._in_thread(partial(self._read, part, source))
+        budget.take_encoded(len(file.data))
+        return file
 
     def _read(self, part: MediaPart, source: Base64 | Bytes | DataUri | LocalPath) -> Bytes:
         """The bytes of a source that is not fetched. Blocks."""
@@ -256,6 +307,11 @@ class Budget:
         self._encoded = 0
         self._decoded = 0
         self._lock = Lock()
+
+    @property
+    def encoded(self) -> int:
+        """Bytes of files that were taken."""
+        return self._encoded
 
     @property
     def decoded(self) -> int:

@@ -306,7 +306,7 @@ MEDIA_LIMITS = tuple(
         ("media_fetch_seconds", "SECONDS", "until fetching an item fails (30)"),
         ("media_decode_seconds", "SECONDS", "until decoding an item fails (60)"),
         ("max_media_redirects", "N", "most redirects followed for an item (5)"),
-        ("max_concurrent_media", "N", "most items fetched or decoded at once (4)"),
+        ("max_concurrent_media", "N", "most items decoded at once, or fetched for one request (4)"),
         (
             "max_loaded_media_bytes",
             "BYTES",

@@ -338,7 +338,8 @@ class MediaOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         media_fetch_seconds: For fetching one item, its redirects included.
         media_decode_seconds: For decoding one item.
         max_media_redirects: Redirects followed for one item.
-        max_concurrent_media: Items fetched or decoded at one moment, over all requests.
+        max_concurrent_media: Items decoded at one moment, over all requests, and fetched at one
+            moment for one request.
         max_loaded_media_bytes: Of media of all requests that were not answered yet; others wait.
         default_video_fps: Frames per second taken from a video, where the request does not say.
         vision_cache_mb: Most mebibytes of vision features that are kept.
