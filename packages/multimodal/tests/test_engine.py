@@ -33,11 +33,11 @@ from treadle_multimodal.vlm.model import VlmModel
 from .vlm import DISTINCT, Reference, clip, encoded, image, loaded
 from .vlm import VIDEO as VIDEO_FAMILIES
 
-every_family = pytest.mark.parametrize("family", DISTINCT)
+every_family = pytest.mark.parametrize("family", zoo.FAMILIES)
 
 NUM_TOKENS = 6
 
-UNCUT = ("gemma3", "gemma4", "qwen3_5")
+UNCUT = ("gemma3", "gemma4", "qwen3_5", "qwen3_5_moe")
 """Families whose stored state cannot be cut."""
 
 REQUESTS: dict[str, tuple[str, tuple[Media, ...]]] = {
