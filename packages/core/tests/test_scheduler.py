@@ -703,6 +703,21 @@ def test_drafts_leave_half_of_the_step_to_prompts() -> None:
     assert 0 < num_prefill <= 12 - 2 - 5
 
 
+@pytest.mark.parametrize("most", [3, 4, 5])
+def test_drafts_keep_no_prompt_waiting_however_small_the_step(most: int) -> None:
+    scheduler = make_scheduler(max_num_seqs=2, max_num_batched_tokens=most)
+    (key,) = decoding_rows(scheduler, 5)
+    late = make_sequence(9, 20)
+    scheduler.add([late])
+
+    for _ in range(40):
+        plan = scheduler.plan(0.0, {key: (1, 2, 3)})
+        take(scheduler, plan)
+        assert sum(len(p.tokens) for p in plan.prefills) + len(plan.decodes) <= most
+
+    assert late.num_generated
+
+
 def test_a_group_at_its_longest_drafts_no_further_than_its_columns() -> None:
     scheduler = make_scheduler(chunk=2_048)
     one, other = decoding_rows(scheduler, 4_090, 2_100)

@@ -446,7 +446,9 @@ class Scheduler:
     def _fitting(self, drafts: Mapping[Key, tuple[int, ...]]) -> Mapping[Key, tuple[int, ...]]:
         """Drafts of rows that still decode, within half of what the step can take beside them."""
         decoding = [s for s in self._running.values() if s.status is Status.DECODE]
-        room = (self._limits.max_num_batched_tokens - len(decoding)) // 2
+        beside = self._limits.max_num_batched_tokens - len(decoding)
+        # A chunk needs two: whoever is prefilled to the end decodes in the same step.
+        room = min(beside // 2, beside - 2)
         fitting: dict[Key, tuple[int, ...]] = {}
         for sequence in decoding:
             draft = drafts.get(sequence.key, ())[: max(0, room)]
