@@ -187,7 +187,7 @@ def test_the_official_client_raises_its_errors(
 async def test_the_official_asynchronous_client_streams(process: Any) -> None:
     async with openai.AsyncOpenAI(base_url=f"{process.url}/v1", api_key="none") as client:
         stream = await client.chat.completions.create(
-            model="default", messages=HI, max_tokens=5, stream=True
+            model="default", messages=HI, max_tokens=5, temperature=0, stream=True
         )
         chunks = [chunk async for chunk in stream]
     assert chunks[-1].choices[0].finish_reason == "length"
