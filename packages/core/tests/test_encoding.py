@@ -31,28 +31,15 @@ STALL = FixedChunk(1).seconds(1)
 CHUNK = 16
 
 
-class RecordingChunk:
+class RecordingChunk(FixedChunk):
     """A fixed chunk that remembers what it was told."""
 
     def __init__(self) -> None:
+        super().__init__(CHUNK)
         self.told: list[tuple[int, int, float]] = []
-        self._inner = FixedChunk(CHUNK)
-
-    @property
-    def overhead(self) -> int:
-        return 0
-
-    def budget(self, num_decoding: int, limit: int, num_waiting: int = 0) -> int:
-        return self._inner.budget(num_decoding, limit, num_waiting)
-
-    def fuses(self, num_decoding: int) -> bool:
-        return True
 
     def observe_fused(self, num_decoding: int, num_prefill: int, seconds: float) -> None:
         raise AssertionError("nothing is fused here")
-
-    def seconds(self, num_decoding: int) -> float:
-        return self._inner.seconds(num_decoding)
 
     def observe(self, num_decoding: int, num_prefill: int, seconds: float) -> None:
         self.told.append((num_decoding, num_prefill, seconds))

@@ -419,30 +419,17 @@ class TestHolding:
         assert encoder.ready(prompt, 0, len(prompt.tokens)) == start
 
 
-class Sliver:
+class Sliver(FixedChunk):
     """Chunks of few tokens, and no time to encode more than a piece."""
 
-    def __init__(self, tokens: int) -> None:
-        self._inner = FixedChunk(tokens)
-
-    @property
-    def overhead(self) -> int:
-        return 0
-
     def budget(self, num_decoding: int, limit: int, num_waiting: int = 0) -> int:
-        return self._inner.budget(1, limit)
-
-    def fuses(self, num_decoding: int) -> bool:
-        return True
+        return super().budget(1, limit)
 
     def observe_fused(self, num_decoding: int, num_prefill: int, seconds: float) -> None:
         raise AssertionError("nothing is fused here")
 
     def seconds(self, num_decoding: int) -> float:
         return 1e-9
-
-    def observe(self, num_decoding: int, num_prefill: int, seconds: float) -> None:
-        pass
 
 
 def engine_of(

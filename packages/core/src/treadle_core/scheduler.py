@@ -71,7 +71,7 @@ class Draft:
         self.work: list[Work] = []
         self.decodes: list[Decode] = []
 
-    def freeze(self, chunk: ChunkPolicy) -> Plan:
+    def freeze(self, *, fuses: bool) -> Plan:
         """The plan as data."""
         return Plan(
             number=self.number,
@@ -79,7 +79,7 @@ class Draft:
             joins=tuple(self.joins),
             work=tuple(self.work),
             decodes=tuple(self.decodes),
-            fuses=chunk.fuses(len(self.decodes)),
+            fuses=fuses,
         )
 
 
@@ -247,7 +247,7 @@ class Scheduler:
         admits = not preempted and (self._reuse is None or not self._reuse.holds_back(now))
         prefilled = self._plan_prefill(draft, now, only, drafts, may_admit=admits)
         self._plan_decode(draft, drafts)
-        plan = draft.freeze(self._chunk)
+        plan = draft.freeze(fuses=self._chunk.fuses(len(draft.decodes)))
         if plan.has_work:
             decoded = (self._running[decode.key] for decode in plan.decodes)
             involved = dict.fromkeys([*restored, *prefilled, *decoded])
